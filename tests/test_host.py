@@ -24,7 +24,7 @@ from insum.call.request import request_of
 from insum.formats import COO, GroupCOO
 from insum.graph.contraction import cheapest
 from insum.graph.lower import lower
-from insum.host import block_rows, chunks, patterns, places, products, rows, runs
+from insum.host import block_rows, chunks, operations, patterns, places, rows, runs
 from insum.host import choose as chooser
 from insum.host.arguments import HostCall
 from insum.host.places import LastWeights, Lowering
@@ -334,7 +334,7 @@ def way_of(statement: Statement, values: dict[str, Any]) -> str:
 @pytest.fixture
 def without_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where torch was built without MKL, which everybody's is who has no x86."""
-    for module in ("block_rows", "products", "rows"):
+    for module in ("block_rows", "operations", "rows"):
         monkeypatch.setattr(f"insum.host.{module}.has_library", lambda: False)
     monkeypatch.setattr("insum.call.prepared._forms", {})
     monkeypatch.setattr("insum.call.lookup._fronts", {})
@@ -429,20 +429,22 @@ def drawn_einsum(draw: random.Random) -> tuple[str, Tensor, Tensor]:
 
 def test_products_of_small_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
     draw, multiplied = random.Random(0), []
-    matmul = products.numpy.matmul
-    monkeypatch.setattr(products.numpy, "matmul", lambda a, b: multiplied.append(1) or matmul(a, b))
+    matmul = operations.numpy.matmul
+    monkeypatch.setattr(
+        operations.numpy, "matmul", lambda a, b: multiplied.append(1) or matmul(a, b)
+    )
     for _ in range(400):
         equation, a, b = drawn_einsum(draw)
-        torch.testing.assert_close(products.einsum(equation, a, b), torch.einsum(equation, a, b))
+        torch.testing.assert_close(operations.einsum(equation, a, b), torch.einsum(equation, a, b))
     assert len(multiplied) > 50
     a, b = torch.randn(3, 2, 4), torch.randn(3, 4, 2)
     negated = torch._neg_view(a)
-    torch.testing.assert_close(products.einsum("bij,bjk->bik", negated, b), -a @ b)
+    torch.testing.assert_close(operations.einsum("bij,bjk->bik", negated, b), -a @ b)
     multiplied.clear()
     with monkeypatch.context() as patched:
-        patched.setattr(products, "MOST_PRODUCT", 15)
-        torch.testing.assert_close(products.einsum("bij,bjk->bik", a, b), a @ b)
-    assert products.einsum("bij,bjk->bik", a.half(), b.half()).dtype == torch.float16
+        patched.setattr(operations, "MOST_PRODUCT", 15)
+        torch.testing.assert_close(operations.einsum("bij,bjk->bik", a, b), a @ b)
+    assert operations.einsum("bij,bjk->bik", a.half(), b.half()).dtype == torch.float16
     assert not multiplied
 
 

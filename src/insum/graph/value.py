@@ -321,7 +321,9 @@ class Evaluator:
             result = tuple(v for v in still if v in later)
             if len(both) > len(ascii_letters):
                 return self._in_pairs([first, second, *left], kept, dtype)
-            left.append(self._einsum([first, second], result, dtype))
+            two = [first, second]
+            is_sum = self._of_many_vectors(two, result) or self._is_pointwise(two, result)
+            left.append((self._multiplied if is_sum else self._einsum)(two, result, dtype))
         return left[0]
 
     def _has_einsum(self, dtype: torch.dtype) -> bool:

@@ -14,8 +14,8 @@ from insum.graph.lower import Lowered, live_terms
 from insum.graph.value import meeting_dtype
 from insum.host import chunks
 from insum.host.arguments import HostCall
+from insum.host.operations import lower_on_host
 from insum.host.places import RowSegments, segments
-from insum.host.products import lower_on_host
 from insum.host.roles import as_tensor, cast, is_plain, plain_variables
 from insum.host.rows import sum_of_rows
 from insum.lang.bind import Problem

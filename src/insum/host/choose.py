@@ -18,10 +18,10 @@ from insum.host.blocks import blocks_of
 from insum.host.by_row import by_row_of
 from insum.host.chunks import chunks_of
 from insum.host.dots import dots_of
+from insum.host.operations import lower_on_host
 from insum.host.parts import SubProblem
 from insum.host.patterns import patterns_of
 from insum.host.places import Lowering
-from insum.host.products import lower_on_host
 from insum.host.roles import FLOATS, HostRoles, roles_of
 from insum.host.rows import rows_of
 from insum.host.runs import runs_of

@@ -15,7 +15,7 @@ from insum.graph.contraction import cheapest
 from insum.graph.lower import Lowered, live_terms
 from insum.graph.value import meeting_dtype
 from insum.host.arguments import HostCall
-from insum.host.products import lower_on_host
+from insum.host.operations import lower_on_host
 from insum.host.roles import as_tensor
 from insum.lang.bind import Problem
 from insum.lang.expand import ProductTerm

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from insum.graph.lower import Lowered
 from insum.host.arguments import HostCall
-from insum.host.products import lower_on_host
+from insum.host.operations import lower_on_host
 from insum.host.roles import HostRoles, cast, plain_variables
 from insum.lang.bind import Problem, Value
 from insum.lang.expand import expand

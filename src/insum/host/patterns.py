@@ -4,7 +4,7 @@ the statement loses its index tensors and becomes matrix products.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
 from math import prod
@@ -18,9 +18,9 @@ from insum.graph.contraction import WRITING, cheapest
 from insum.graph.lower import live_terms
 from insum.graph.value import meeting_dtype
 from insum.host.arguments import HostCall
+from insum.host.operations import lower_on_host
 from insum.host.parts import SubProblem, sub_problem, tensor_kind
 from insum.host.places import Lowering, grid_of, on_grid
-from insum.host.products import lower_on_host
 from insum.host.roles import as_tensor
 from insum.lang.bind import Problem
 from insum.lang.expand import ProductTerm
@@ -40,6 +40,8 @@ from insum.lang.expr import (
 #: Points of a pattern, elements of the dense tensor, and by how much more it may take where the
 #: other way gathers: its products are of small matrices.
 MOST_POINTS, MOST_ELEMENTS, GATHERING = 4096, 1 << 20, 8
+#: How many times fewer pairs of places there must be than two axes have for one axis to be better.
+WORTH_JOINING = 1.5
 #: Dense statements that are kept for one statement: patterns of other values may need others.
 MOST_WAYS = 16
 
@@ -55,15 +57,35 @@ class DensePattern:
     axes: Mapping[tuple[Affine, int], str]
 
 
+@dataclass(frozen=True, slots=True)
+class _Reduction:
+    """Axes that the dense tensor has not got, because another one determines them (``follows``:
+    which), and those that it has instead: ``joint`` ones have a place for each pair of places of
+    two axes that the pattern has, and their number.
+    """
+
+    follows: tuple[tuple[str, str], ...] = ()
+    joint: tuple[tuple[str, int], ...] = ()
+
+    def kept(self, axes: Iterable[str]) -> list[str]:
+        gone = dict(self.follows)
+        return [axis for axis in (*axes, *dict(self.joint)) if axis not in gone]
+
+    def joining(self, a: str, b: str, name: str, count: int) -> _Reduction:
+        moved = [(axis, name if base in (a, b) else base) for axis, base in self.follows]
+        rest = tuple(one for one in self.joint if one[0] not in (a, b))
+        gone = [(axis, name) for axis in (a, b) if axis not in dict(self.joint)]
+        return _Reduction((*moved, *gone), (*rest, (name, count)))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _PatternTensors:
     """What is made of a pattern's values: the dense tensor, None where it would be too large, and
-    for each axis that another one determines, a table from there (``follows``: which; ``tables``:
-    whereto; on the left side, as a matrix of ones).
+    for each axis that follows another, a table from there (on the left side, a matrix of ones).
     """
 
     dense: Tensor | None
-    follows: tuple[tuple[str, str], ...]
+    reduction: _Reduction
     tables: tuple[Tensor, ...]
 
 
@@ -91,7 +113,7 @@ class Patterns:
     choose: Callable[[Problem], Lowering]
     otherwise: Lowering
     key: tuple[object, ...]
-    #: By which axes follow others.
+    #: By what the dense tensor is reduced to.
     ways: dict[object, Way] = field(default_factory=dict)
     name, slowness = "patterns", 1
     why = "a short pattern is a small dense tensor, kept with it, and the rest matrix products"
@@ -115,17 +137,17 @@ class Patterns:
     def way(self, call: HostCall) -> tuple[_PatternTensors, Way]:
         more = [memory.entry_of(as_tensor(call.values[n])).serial for n in self.reads]
         made = call.kept((self.key, *more), lambda: self.made(call))
-        found = self.ways.get(made.follows)
+        found = self.ways.get(made.reduction)
         if found is None:
-            found = keep(self.ways, made.follows, self.dense_way(made.follows), MOST_WAYS)
+            found = keep(self.ways, made.reduction, self.dense_way(made.reduction), MOST_WAYS)
         return made, found
 
     # --- the dense statement ---
 
-    def dense_way(self, follows: tuple[tuple[str, str], ...]) -> Way:
-        taken = names_of(self.problem.statement) | set(self.pattern.axes.values())
-        names = tuple(fresh("pattern", taken) for _ in range(1 + len(follows)))
-        dense = _dense(self.problem, self.term, self.pattern, dict(follows), names)
+    def dense_way(self, reduction: _Reduction) -> Way:
+        taken = self.names | set(dict(reduction.joint))
+        names = tuple(fresh("pattern", taken) for _ in range(1 + len(reduction.follows)))
+        dense = _dense(self.problem, self.term, self.pattern, reduction, names)
         if _steps(dense) > _most_steps(self.problem, self.term, self.otherwise):
             return Way()
         return Way(self.choose(dense), names)
@@ -150,11 +172,12 @@ class Patterns:
         if self.coefficients is not None:
             scale = self.coefficients(values).to(self.dtype)
         extents = {axis: n for (_, n), axis in pattern.axes.items()}
-        follows = self.worth(_follows(at, extents))
-        kept = [axis for axis in at if axis not in dict(follows)]
+        reduction = self.reduced(at, extents)
+        extents |= dict(reduction.joint)
+        kept = reduction.kept(pattern.axes.values())
         sizes = [extents[axis] for axis in kept]
         if prod(sizes) > MOST_ELEMENTS:
-            return _PatternTensors(None, follows, ())
+            return _PatternTensors(None, reduction, ())
         dense = torch.zeros(sizes, dtype=self.dtype)
         dense.index_put_(tuple(at[axis] for axis in kept), scale[present], accumulate=True)
         left = _left_axes(self.problem, self.pattern)
@@ -162,16 +185,40 @@ class Patterns:
             _ones(at[axis], extents[axis], at[base], extents[base], self.dtype)
             if axis in left
             else torch.zeros(extents[base], dtype=torch.int64).index_put_((at[base],), at[axis])
-            for axis, base in follows
+            for axis, base in reduction.follows
         ]
-        return _PatternTensors(dense, follows, tuple(tables))
+        return _PatternTensors(dense, reduction, tuple(tables))
 
-    def worth(self, follows: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
-        """Those axes that follow others, if leaving them out takes less work."""
-        names = ("dense", *(f"table_{k}" for k in range(len(follows))))
-        with_all = _dense(self.problem, self.term, self.pattern, {}, names[:1])
-        without = _dense(self.problem, self.term, self.pattern, dict(follows), names)
-        return follows if _steps(without) < _steps(with_all) else ()
+    def reduced(self, at: dict[str, Tensor], extents: Mapping[str, int]) -> _Reduction:
+        """What takes least: all axes, or without those that follow others; then, as long as that
+        takes less, one axis for the pairs of two. Places along those are added to ``at``.
+        """
+        best = min((_Reduction(), _Reduction(_follows(at, extents))), key=self.steps)
+        taken = set(self.names)
+        while True:
+            found, count, pairs = best, self.steps(best), None
+            sizes, kept = {**extents, **dict(best.joint)}, best.kept(extents)
+            # one axis for all of them would be the pattern as it was
+            for a, b in combinations(kept, 2) if len(kept) > 2 else ():
+                numbers, places = torch.unique(at[a] * sizes[b] + at[b], return_inverse=True)
+                if not len(numbers) or WORTH_JOINING * len(numbers) > sizes[a] * sizes[b]:
+                    continue
+                one = best.joining(a, b, fresh("x", set(taken)), len(numbers))
+                if (steps := self.steps(one)) < count:
+                    found, count, pairs = one, steps, places
+            if pairs is None:
+                return best
+            best = found
+            at[best.joint[-1][0]] = pairs
+            taken.add(best.joint[-1][0])
+
+    def steps(self, reduction: _Reduction) -> int:
+        names = ("dense", *(f"table_{k}" for k in range(len(reduction.follows))))
+        return _steps(_dense(self.problem, self.term, self.pattern, reduction, names))
+
+    @property
+    def names(self) -> set[str]:
+        return names_of(self.problem.statement) | set(self.pattern.axes.values())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -230,13 +277,17 @@ def _least_steps(problem: Problem, term: ProductTerm, pattern: DensePattern) -> 
     the pattern are the same: the axes that are left then have a place for each. The dense tensor
     meets one of the other factors first.
     """
-    points = prod(int(problem.extents[v]) for v in pattern.vars)
     sizes = [n for _, n in pattern.axes]
-    every = [prod(some) for k in range(len(sizes)) for some in combinations(sizes, k + 1)]
-    elements = min([n for n in every if n >= points], default=prod(sizes))
+    elements = prod(sizes)
+    if len(sizes) > 2 or _points(problem, pattern.vars) <= max(sizes):
+        elements = min(elements, _points(problem, pattern.vars))
     others = [variables(f) for f in term.factors if f not in pattern.factors]
-    met = [prod(int(problem.extents[v]) for v in vs if v not in pattern.vars) for vs in others]
+    met = [_points(problem, [v for v in vs if v not in pattern.vars]) for vs in others]
     return elements * min(met)
+
+
+def _points(problem: Problem, vars: Iterable[str]) -> int:
+    return prod(int(problem.extents[v]) for v in vars)
 
 
 def _indices(factors: tuple[Expr, ...]) -> list[Affine]:
@@ -289,22 +340,31 @@ def _pattern(problem: Problem, term: ProductTerm) -> DensePattern | None:
     short = {id(i): _is_short(problem, i) for _, _, i in outside}
     if not outside or any(a.indices and not _is_outside(problem, term, a) for a, _, _ in uses):
         return None
-    vars: set[str] = {v for _, _, i in outside if short[id(i)] for v in variables(i)}
-    while True:
-        long = [i for _, _, i in outside if not (short[id(i)] and set(variables(i)) <= vars)]
-        fewer = vars - {v for i in long for v in variables(i)}
-        if fewer == vars:
-            break
-        vars = fewer
+    long = {v for _, _, i in outside if not short[id(i)] for v in variables(i)}
+    vars: set[str] = set()
+    # the shortest first: edges of a small graph are short, and have nothing to do with coefficients
+    groups = _groups([variables(i) for _, _, i in outside])
+    for group in sorted(groups, key=lambda vs: _points(problem, vs)):
+        if not group & long and _points(problem, vars | group) <= MOST_POINTS:
+            vars |= group
     own = tuple(f for f in term.factors if variables(f) and _is_own(problem, f, vars))
     ordered = tuple(v for v in term.variables if v in vars)
-    if not vars or prod(int(problem.extents[v]) for v in vars) > MOST_POINTS:
+    if not vars:
         return None
     axes = _axes(problem, term, own, vars)
     rest = any(variables(f) for f in term.factors if f not in own)
     if not axes or not rest:
         return None
     return DensePattern(ordered, own, axes)
+
+
+def _groups(related: Iterable[tuple[str, ...]]) -> list[set[str]]:
+    """Variables that are related, directly or by others."""
+    groups: list[set[str]] = []
+    for vars in related:
+        met = [g for g in groups if g & {*vars}]
+        groups = [g for g in groups if g not in met] + [{*vars}.union(*met)]
+    return groups
 
 
 def _is_own(problem: Problem, factor: Expr, vars: set[str]) -> bool:
@@ -352,13 +412,14 @@ def _dense(
     problem: Problem,
     term: ProductTerm,
     pattern: DensePattern,
-    follows: Mapping[str, str],
+    reduction: _Reduction,
     names: tuple[str, ...],
 ) -> Problem:
     """The statement with the pattern as a tensor, and tables for the axes that follow others; these
     have the names.
     """
-    extents = {axis: n for (_, n), axis in pattern.axes.items()}
+    follows = dict(reduction.follows)
+    extents = {axis: n for (_, n), axis in pattern.axes.items()} | dict(reduction.joint)
     tables = dict(zip(follows, names[1:]))
     left = _left_axes(problem, pattern)
 
@@ -377,7 +438,7 @@ def _dense(
         return Access(access.tensor, tuple(indices))
 
     rest = [rewrite(f, changed) for f in term.factors if f not in pattern.factors]
-    kept = [axis for axis in pattern.axes.values() if axis not in follows]
+    kept = reduction.kept(pattern.axes.values())
     dense = Access(names[0], tuple(index_of(axis) for axis in kept))
     kinds = {names[0]: tensor_kind(tuple(extents[a] for a in kept), meeting_dtype(problem))}
     for axis, base in follows.items():

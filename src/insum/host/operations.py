@@ -1,9 +1,12 @@
-"""Products of many small matrices where torch has no library for them: it calls BLAS for one matrix
-after the other, through views that take longer than the product. NumPy has no such way round.
+"""Operations of graphs that a CPU does better in another way than torch's own: rows that several
+index tensors choose, and products of many small matrices, for which torch, where it has no library
+for them, calls BLAS for one after the other, through views that take longer than the product.
 """
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -11,7 +14,7 @@ from math import prod
 import numpy
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from insum.graph.lower import MOST_GRAPHS, Lowered, lower
 from insum.host.library import has_library
@@ -24,21 +27,56 @@ _FLOATS = torch.float32, torch.float64
 
 def lower_on_host(problem: Problem, mode: str = "new") -> Lowered:
     """The graph of a problem, as this CPU is to run it: of plain tensors, without being traced."""
-    lowered = lower(problem, mode)
-    return lowered if has_library() else _with_numpy(lowered)
+    return _with_operations(lower(problem, mode), has_library())
 
 
 @lru_cache(maxsize=MOST_GRAPHS)
-def _with_numpy(lowered: Lowered) -> Lowered:
-    nodes = [n for n in lowered.module.graph.nodes if n.target is torch.einsum]
-    if not nodes:
-        return lowered
+def _with_operations(lowered: Lowered, library: bool) -> Lowered:
     copied = torch.fx.Graph()
     copied.output(copied.graph_copy(lowered.module.graph, {}))
+    changed = False
     for node in copied.nodes:
-        if node.target is torch.einsum and len(node.args) == 3:
-            node.target = einsum
+        operation = _operation(node, library)
+        if operation is not None:
+            node.target, changed = operation, True
+    if not changed:
+        return lowered
     return replace(lowered, module=GraphModule(lowered.module, copied))
+
+
+def _operation(node: Node, library: bool) -> Callable[..., Tensor] | None:
+    """What is called instead."""
+    if node.target is torch.einsum and len(node.args) == 3 and not library:
+        return einsum
+    if node.target is operator.getitem and isinstance(node.args[1], tuple):
+        is_rows = len(node.args[1]) > 1 and all(isinstance(i, Node) for i in node.args[1])
+        return rows_at if is_rows else None
+    return None
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+def rows_at(tensor: Tensor, indices: tuple[Tensor, ...]) -> Tensor:
+    """``tensor[indices]`` of several index tensors in range: rows that are copied one by one, not
+    number by number, where they lie in memory as those of a matrix do.
+
+    >>> x = torch.arange(12).view(2, 3, 2)
+    >>> rows_at(x, (torch.tensor([[1], [0]]), torch.tensor([0, 2]))).tolist()
+    [[[6, 7], [10, 11]], [[0, 1], [4, 5]]]
+    """
+    sizes, strides = tensor.shape, tensor.stride()
+    for k in range(1, len(indices)):
+        if strides[k - 1] != strides[k] * sizes[k]:
+            return tensor[indices]
+    at = indices[0].long()
+    for size, index in zip(sizes[1:], indices[1:]):
+        at = at * size + index
+    rows = tensor.flatten(0, len(indices) - 1).index_select(0, at.reshape(-1))
+    return rows.view(*at.shape, *rows.shape[1:])
+
+
+# --- products -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
