@@ -427,6 +427,17 @@ def drawn_einsum(draw: random.Random) -> tuple[str, Tensor, Tensor]:
     return f"{''.join(factors[0])},{''.join(factors[1])}->{''.join(kept)}", tensors[0], tensors[1]
 
 
+@pytest.mark.parametrize("width", [(), (4,), (2, 0)])
+def test_rows_that_several_index_tensors_choose(width: tuple[int, ...]) -> None:
+    wide = torch.randn(3, 5, 4, *width)
+    for x in (wide, wide.transpose(0, 1).contiguous().transpose(0, 1), wide[:, :1].expand_as(wide)):
+        i, j, k = torch.randint(0, 3, (2, 1)), whole(5, 6), whole(4, 6).int()
+        for indices in ((i, j), (i, j, k), (i.int(), j)):
+            assert torch.equal(operations.rows_at(x, indices), x[indices])
+    none = torch.zeros(0, dtype=torch.int64)
+    assert operations.rows_at(wide, (none, none)).shape == (0, 4, *width)
+
+
 def test_products_of_small_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
     draw, multiplied = random.Random(0), []
     matmul = operations.numpy.matmul
