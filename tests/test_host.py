@@ -460,10 +460,16 @@ def test_products_of_small_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("high", [1, 7, 3000, 2**40, 2**61])
-def test_sorting_is_stable(high: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By NumPy where a number and its place fit one integer, and torch has no threads to share."""
+@pytest.mark.parametrize("high", [1, 7, 2**16, 2**16 + 1, 2**40, 2**61])
+@pytest.mark.parametrize("vectors", [False, True])
+def test_sorting_is_stable(
+    high: int, threads: int, vectors: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By NumPy where numbers are short, or a number and its place fit one integer, for which it has
+    vector code, and torch has no threads to share.
+    """
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(places, "_HAS_VECTOR_CODE", vectors)
     for count in (0, 1, 2, 500, places._MANY + 3):
         numbers = torch.randint(0, high, (count,))
         assert torch.equal(places.sorting(numbers), torch.sort(numbers, stable=True).indices)
@@ -897,7 +903,7 @@ def test_index_tensors_that_come_back_are_worth_more(monkeypatch: pytest.MonkeyP
     assert made == ["rows", "rows"]
 
 
-@pytest.mark.parametrize("columns, waits", [(1, True), (3, True), (4, False), (32, False)])
+@pytest.mark.parametrize("columns, waits", [(1, True), (15, True), (16, False), (32, False)])
 def test_new_indices_are_not_sorted_for_a_few_numbers_each(
     columns: int, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from string import ascii_letters
 from typing import Any, TypeAlias
 
@@ -235,9 +235,15 @@ class Evaluator:
         scalars = [v for v in values if not v.vars]
         tensors = [v for v in values if v.vars]
         late, early = self._masks_of(term, order)
-        for mask in early:
-            tensors = self._masked_factors(tensors, mask)
-        result = self._contracted(tensors, order, dtype)
+        kept = tuple(v for v in order if v in _variables(tensors))
+        seen = all({*mask.vars} <= {*_variables(tensors)} for mask in early)
+        if early and seen and self._of_many_vectors(tensors, kept):
+            # a product that is written anyway is masked once, instead of each of its factors
+            result: GraphValue | None = self._multiplied(tensors, kept, dtype, early)
+        else:
+            for mask in early:
+                tensors = self._masked_factors(tensors, mask)
+            result = self._contracted(tensors, kept, dtype)
         for scalar in scalars:
             result = scalar if result is None else self.builder.pointwise(torch.mul, result, scalar)
         assert result is not None
@@ -279,11 +285,10 @@ class Evaluator:
         ]
 
     def _contracted(
-        self, factors: list[GraphValue], order: tuple[str, ...], dtype: torch.dtype
+        self, factors: list[GraphValue], kept: tuple[str, ...], dtype: torch.dtype
     ) -> GraphValue | None:
         if not factors:
             return None
-        kept = tuple(v for v in order if any(v in f.vars for f in factors))
         if len(factors) == 1:
             return self._summed(factors[0], kept, dtype)
         if self._of_many_vectors(factors, kept) or self._is_pointwise(factors, kept):
@@ -355,11 +360,18 @@ class Evaluator:
         return result
 
     def _multiplied(
-        self, factors: list[GraphValue], kept: tuple[str, ...], dtype: torch.dtype
+        self,
+        factors: list[GraphValue],
+        kept: tuple[str, ...],
+        dtype: torch.dtype,
+        masks: Sequence[GraphValue] = (),
     ) -> GraphValue:
         # the one with more variables first: its order is that of the product
         a, b = sorted(factors, key=lambda f: -len(f.vars))
-        return self._summed(self.builder.pointwise(torch.mul, a, b), kept, dtype)
+        product = self.builder.pointwise(torch.mul, a, b)
+        for mask in masks:
+            product = self.reader.masked(product, mask, 0)
+        return self._summed(product, kept, dtype)
 
     def _of_many_vectors(self, factors: list[GraphValue], kept: tuple[str, ...]) -> bool:
         """Whether an einsum would be one small product of a vector after the other, which a CPU

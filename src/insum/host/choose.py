@@ -32,8 +32,8 @@ from insum.lang.bind import Problem
 #: anything is made of index tensors that may never come back.
 LEAST_WORK, LEAST_NEW_WORK, LEAST_FIRST_WORK = 1 << 11, 1 << 14, 1 << 18
 #: Multiplications of a point below which that holds however many points there are: making something
-#: of an index takes as long as gathering a few numbers by it, measured.
-LEAST_OF_A_POINT = 4
+#: of an index takes as long as gathering some numbers by it and summing them, measured.
+LEAST_OF_A_POINT = 16
 #: How many times more points there may be than any tensor has elements: more are no sparse matrix,
 #: but a dense product in disguise.
 MOST_PER_ELEMENT = 4
@@ -59,8 +59,13 @@ def waits(problem: Problem, indices: Iterable[str]) -> bool:
     work = _work(problem)
     if not kinds or any(kind.device is None for kind in kinds) or work < LEAST_WORK:
         return False
-    points = max(prod(int(n) for n in kind.shape) for kind in kinds)
-    return work < LEAST_FIRST_WORK or work < LEAST_OF_A_POINT * points
+    if work < LEAST_FIRST_WORK:
+        return True
+    roles = roles_of(problem)
+    points = (
+        max(prod(int(n) for n in kind.shape) for kind in kinds) if roles is None else roles.count
+    )
+    return work < LEAST_OF_A_POINT * points
 
 
 def is_little(problem: Problem) -> bool:

@@ -90,4 +90,6 @@ class Dots:
 def dots_of(roles: HostRoles) -> Dots | None:
     if len(roles.wide) != 2 or set(roles.shared) != {(0, 1)}:
         return None
+    if all(index.var is not None for side in roles.wide for index in side.access.indices):
+        return None  # all pairs of rows are asked for, which is a product of two matrices
     return Dots(roles, finish_of(roles), ("dots", *roles.key), roles.sizes)

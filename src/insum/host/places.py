@@ -4,11 +4,13 @@ the index tensors.
 
 from __future__ import annotations
 
+import platform
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -25,6 +27,8 @@ T = TypeVar("T")
 _SMALL = 2**31 - 1
 #: From so many numbers on torch sorts in several threads.
 _MANY = 1 << 15
+#: Whether NumPy sorts long integers in vector code.
+_HAS_VECTOR_CODE = platform.machine() in ("x86_64", "AMD64")
 
 
 class Lowering(Protocol):
@@ -245,12 +249,16 @@ def is_counting(rows: Tensor) -> bool:
 
 
 def sorting(rows: Tensor) -> Tensor:
-    """The order in which they do not fall; of equal ones the first comes first. Measured: a number
-    and its place in one integer, with NumPy's vector code, take a tenth of torch's time for a few
-    and half of it for many, which torch shares among threads.
+    """The order in which they do not fall; of equal ones the first comes first. Measured: NumPy
+    sorts 16 bits by counting, several times as fast as anything else. Where it has vector code, a
+    number and its place in one integer take a tenth of torch's time for a few and half of it for
+    many, which torch shares among threads.
     """
+    most = _most(rows)
+    if most < 1 << 16:
+        return torch.from_numpy(numpy.argsort(rows.numpy().astype(numpy.uint16), kind="stable"))
     bits = len(rows).bit_length()
-    is_one_word = _most(rows) >> (62 - bits) == 0
+    is_one_word = _HAS_VECTOR_CODE and most >> (62 - bits) == 0
     if not is_one_word or len(rows) >= _MANY and torch.get_num_threads() > 2:
         return torch.sort(narrow(rows), stable=True).indices  # half as long takes half as long
     keys = torch.arange(len(rows)).add_(rows, alpha=1 << bits)

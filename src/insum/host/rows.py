@@ -60,10 +60,16 @@ class ScaledRows:
 
 def rows_of(roles: HostRoles) -> ScaledRows | None:
     roles = one_column(roles) or roles
-    if len(roles.wide) != 1 or set(roles.shared) != {(-1, 0)}:
+    if len(roles.wide) != 1 or set(roles.shared) != {(-1, 0)} or _is_selection(roles):
         return None
     weights = weights_of(roles)
     return ScaledRows(roles, weights, ("rows", *roles.key), _dtype(roles, weights))
+
+
+def _is_selection(roles: HostRoles) -> bool:
+    """Whether rows are picked, and neither scaled nor summed."""
+    left = [index.var for index in roles.target.access.indices]
+    return not roles.narrow and None not in left and {*roles.points} <= {*left}
 
 
 def _dtype(roles: HostRoles, weights: Weights) -> torch.dtype:
