@@ -179,10 +179,18 @@ class GraphBuilder:
         return self.method("expand", node, tuple(self.size(v) for v in order))
 
     def pointwise(
-        self, function: Callable[..., Any], a: GraphValue, b: GraphValue, name: str | None = None
+        self,
+        function: Callable[..., Any],
+        a: GraphValue,
+        b: GraphValue,
+        name: str | None = None,
+        wanted: tuple[str, ...] = (),
     ) -> GraphValue:
-        """A function of two values, broadcast over the variables of both."""
+        """A function of two values, broadcast over the variables of both, in the ``wanted`` order
+        where that is one of them.
+        """
         order = self.together(a, b)
+        order = wanted if sorted(wanted) == sorted(order) else order
         if a.dtype is None and b.dtype is None:
             return GraphValue(_fold(self, function, a.node, b.node))
         if a.dtype is None and b.dtype is not None:

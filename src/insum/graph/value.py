@@ -237,8 +237,8 @@ class Evaluator:
         late, early = self._masks_of(term, order)
         kept = tuple(v for v in order if v in _variables(tensors))
         seen = all({*mask.vars} <= {*_variables(tensors)} for mask in early)
-        if early and seen and self._of_many_vectors(tensors, kept):
-            # a product that is written anyway is masked once, instead of each of its factors
+        if early and seen and self._is_within(tensors, kept):
+            # factors that are masked are as large as their product, which is masked once
             result: GraphValue | None = self._multiplied(tensors, kept, dtype, early)
         else:
             for mask in early:
@@ -366,9 +366,9 @@ class Evaluator:
         dtype: torch.dtype,
         masks: Sequence[GraphValue] = (),
     ) -> GraphValue:
-        # the one with more variables first: its order is that of the product
+        # the one with more variables first: its order is that of a product that is summed
         a, b = sorted(factors, key=lambda f: -len(f.vars))
-        product = self.builder.pointwise(torch.mul, a, b)
+        product = self.builder.pointwise(torch.mul, a, b, wanted=kept)
         for mask in masks:
             product = self.reader.masked(product, mask, 0)
         return self._summed(product, kept, dtype)
@@ -377,26 +377,34 @@ class Evaluator:
         """Whether an einsum would be one small product of a vector after the other, which a CPU
         does far more slowly than it multiplies and sums.
         """
-        if self.problem.device.type != "cpu" or len(factors) != 2:
+        if not self._is_within(factors, kept):
             return False
         small, large = sorted((set(f.vars) for f in factors), key=len)
-        summed = small - set(kept)
-        if not (small <= large and summed and small & set(kept)):
-            return False
         if small == large:
             return True
+        summed = small - set(kept)
         found = self.sums[tuple(sorted(summed))] = is_short(self.problem, summed)
         return found
 
-    def _is_pointwise(self, factors: list[GraphValue], kept: tuple[str, ...]) -> bool:
-        """Whether a CPU has nothing to sum, nor to make larger, which einsum takes a while to find
-        out.
+    def _is_within(self, factors: list[GraphValue], kept: tuple[str, ...]) -> bool:
+        """Whether a CPU sums a product of two factors over variables of both, of which one has no
+        other variables than these and some that are kept.
         """
         if self.problem.device.type != "cpu" or len(factors) != 2:
             return False
-        return any(set(f.vars) == set(kept) for f in factors) and set(_variables(factors)) == {
-            *kept
-        }
+        small, large = sorted((set(f.vars) for f in factors), key=len)
+        return small <= large and bool(small - set(kept)) and bool(small & set(kept))
+
+    def _is_pointwise(self, factors: list[GraphValue], kept: tuple[str, ...]) -> bool:
+        """Whether a CPU has nothing to sum, nor to make larger, which einsum takes a while to find
+        out; or only along what is not innermost, which it does one number at a time.
+        """
+        if self.problem.device.type != "cpu" or len(factors) != 2:
+            return False
+        if not kept or set(_variables(factors)) != {*kept}:
+            return False
+        is_whole = any(set(f.vars) == set(kept) for f in factors)
+        return is_whole or all(kept[-1] in f.vars[-1:] for f in factors)
 
     def _einsum(
         self, factors: list[GraphValue], kept: tuple[str, ...], dtype: torch.dtype

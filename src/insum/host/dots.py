@@ -12,7 +12,7 @@ from torch import Tensor
 from insum.host.arguments import HostCall
 from insum.host.parts import Finish, finish_of
 from insum.host.places import RowSegments, is_sorted, places_of, segments
-from insum.host.roles import HostRoles, as_tensor, cast
+from insum.host.roles import HostRoles, are_dense, as_tensor, cast
 from insum.host.rows import csr
 
 
@@ -90,6 +90,6 @@ class Dots:
 def dots_of(roles: HostRoles) -> Dots | None:
     if len(roles.wide) != 2 or set(roles.shared) != {(0, 1)}:
         return None
-    if all(index.var is not None for side in roles.wide for index in side.access.indices):
-        return None  # all pairs of rows are asked for, which is a product of two matrices
+    if are_dense(roles.wide):
+        return None
     return Dots(roles, finish_of(roles), ("dots", *roles.key), roles.sizes)

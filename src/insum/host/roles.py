@@ -8,7 +8,7 @@ tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -161,6 +161,13 @@ def one_column(roles: HostRoles) -> HostRoles | None:
             rest = (*roles.narrow[:k], *roles.narrow[k + 1 :])
             return replace(roles, wide=(side,), narrow=rest, shared={(-1, 0): ()})
     return None
+
+
+def are_dense(sides: Iterable[Side]) -> bool:
+    """Whether no index tensor picks rows of these: all pairs of them meet, as in a product of
+    matrices.
+    """
+    return all(index.var is not None for side in sides for index in side.access.indices)
 
 
 def is_plain(problem: Problem) -> bool:

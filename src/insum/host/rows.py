@@ -15,7 +15,7 @@ from insum.host.arguments import HostCall
 from insum.host.library import has_library, hide_beta_warning
 from insum.host.parts import Weights, weights_of
 from insum.host.places import RowSegments, places_of, segments
-from insum.host.roles import HostRoles, one_column
+from insum.host.roles import HostRoles, are_dense, one_column
 
 #: Measured. In float64 bags have no vector code, and in float32 the library's product is quicker
 #: than they are up to so many columns. What torch has without the library never is.
@@ -60,7 +60,9 @@ class ScaledRows:
 
 def rows_of(roles: HostRoles) -> ScaledRows | None:
     roles = one_column(roles) or roles
-    if len(roles.wide) != 1 or set(roles.shared) != {(-1, 0)} or _is_selection(roles):
+    if len(roles.wide) != 1 or set(roles.shared) != {(-1, 0)}:
+        return None
+    if are_dense(roles.sides) or _is_selection(roles):
         return None
     weights = weights_of(roles)
     return ScaledRows(roles, weights, ("rows", *roles.key), _dtype(roles, weights))
