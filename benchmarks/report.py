@@ -76,6 +76,7 @@ def page(folder: Path = RESULTS) -> str:
         ("limits.json", limits_lines),
         ("compare.json", compare_lines),
         ("cpu.json", cpu_lines),
+        ("cpu_aarch64.json", cpu_lines),
         ("distributed.json", distributed_lines),
         ("sweep.json", sweep_lines),
         ("soak.json", soak_lines),
@@ -500,10 +501,12 @@ def compare_lines(result: dict[str, Any]) -> list[str]:
 
 def cpu_lines(result: dict[str, Any]) -> list[str]:
     """A CPU beside what PyTorch and e3nn have there."""
+    machine = result["device"].partition("(")[2].partition(",")[0]
     lines = [
-        "## On a CPU",
+        "## On a CPU" if machine == "x86_64" else f"## On a CPU: {machine}",
         "",
-        f"Milliseconds, {result['threads']} thread, float32, in turns, {result['turns']} each; a "
+        f"Milliseconds, {machine}, {result['threads']} thread, float32, in turns, "
+        f"{result['turns']} each; a "
         "ratio is the median of the rival's time by ours. SpMM is `insum.einsum` over a GroupCOO "
         "of the usual group size; torch.sparse has its transposed matrix prepared. torch "
         f"{_torch(result)}, {result['date']}.",

@@ -1,5 +1,6 @@
 """``insum bench cpu``: statements on a CPU beside what PyTorch and e3nn have for the job there:
-sparse times dense, sparse convolution, tensor products; forward, and with gradients.
+sparse times dense, sparse convolution, tensor products of rows and along edges; forward, and with
+gradients.
 
 Contenders take turns, and each is called once before it is timed, so that nobody pays for what
 another has left in caches and in the allocator. Results are compared with float64 references first.
@@ -18,19 +19,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum.bench import conv, data, spmm, tensor_product
+from insum.bench import conv, data, equivariant, spmm, tensor_product
 from insum.bench.measure import ReadyContender, Results, in_turns, once, relative_error
 from insum.bench.records import BOTH, FORWARD
 from insum.bench.study import Study
 
 CPU = torch.device("cpu")
-APPLICATIONS = ("spmm", "conv", "tensor-product")
+APPLICATIONS = ("spmm", "conv", "tensor-product", "equivariant")
 DIRECTIONS = (FORWARD, BOTH)
 #: None of these was looked at while the ways of a CPU were chosen.
 GRAPHS, COLUMNS = ("PROTEINS_full", "c-46", "ego-twitter"), (16, 96, 128)
 CLOUDS, CHANNELS = ("pc-pcl-room_scan1", "pc-lidar-ucf-LIDAR1"), (32, 64)
 MOST_VOXELS, ITEMS = 20_000, 400
 PRODUCTS = ((1, 16), (1, 64), (2, 24), (3, 8))
+#: Degree, channels, edges.
+EDGES = ((1, 64, 2_000), (2, 32, 2_000), (2, 32, 10_000), (3, 16, 2_000))
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,22 @@ def cases(study: Study) -> Iterator[CpuCase]:
     if "tensor-product" in wanted:
         for degree, channels in PRODUCTS[:most]:
             yield from product_cases(degree, channels)
+    if "equivariant" in wanted:
+        for degree, channels, edges in EDGES[:most]:
+            yield from edge_cases(degree, channels, edges)
+
+
+def edge_cases(degree: int, channels: int, edges: int) -> Iterator[CpuCase]:
+    given = equivariant.inputs(degree, channels, edges, CPU)
+    for direction in DIRECTIONS:
+        found = {"insum": equivariant.ours(given, direction)}
+        try:
+            found["e3nn"] = equivariant.e3nn(given, direction)
+        except ImportError as error:
+            print(f"without e3nn: {error}")
+        label = f"degree {degree}, {channels} channels, {edges} edges"
+        exact = equivariant.want(given, direction)
+        yield CpuCase("product along edges", label, direction, found, exact)
 
 
 def conv_cases(name: str, voxels: Tensor, channels: int) -> Iterator[CpuCase]:
