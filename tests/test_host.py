@@ -39,7 +39,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small statements too and at their first call, in chunks so small that there are several."""
     for name in ("LEAST_WORK", "LEAST_NEW_WORK", "LEAST_FIRST_WORK"):
         monkeypatch.setattr(chooser, name, 0)
-    monkeypatch.setattr(HostCall, "comes_back", lambda self, key: True)
+    monkeypatch.setattr(HostCall, "comes_back", lambda self, key, **said: True)
     monkeypatch.setattr(chunks, "AT_ONCE", 256)
     monkeypatch.setattr(runs, "AT_ONCE", 1 << 14)
     monkeypatch.setattr("insum.call.prepared._forms", {})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias, TypeVar
 
 import torch
@@ -63,8 +63,8 @@ class HostCall:
 
         return entry.remembered(key, plainly)
 
-    def comes_back(self, key: object) -> bool:
-        """Whether these index tensors were asked about before, or are said to stay, so that
+    def comes_back(self, key: object, *, said: bool = True) -> bool:
+        """Whether these index tensors were asked about before, or are ``said`` to stay, so that
         something is worth making that takes longer than a call without it. Where the same bits
         are wanted each time, there is no first time.
         """
@@ -72,5 +72,9 @@ class HostCall:
         if asked in self.entry:
             return True
         self.entry.keep(asked, True)
-        is_known = all(e.declared for e in self.entries.values())
+        is_known = said and all(e.declared for e in self.entries.values())
         return is_known or torch.are_deterministic_algorithms_enabled()
+
+    def among(self, names: Iterable[str]) -> HostCall:
+        """The same call, of which only these index tensors are to be known."""
+        return HostCall(self.values, {name: self.entries[name] for name in names}, self._wrap)

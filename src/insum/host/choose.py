@@ -61,10 +61,10 @@ def waits(problem: Problem, indices: Iterable[str]) -> bool:
         return False
     if work < LEAST_FIRST_WORK:
         return True
+    points = max(prod(int(n) for n in kind.shape) for kind in kinds)
     roles = roles_of(problem)
-    points = (
-        max(prod(int(n) for n in kind.shape) for kind in kinds) if roles is None else roles.count
-    )
+    if roles is not None and roles.wide:
+        points = roles.count  # an entry of a sparse matrix for each
     return work < LEAST_OF_A_POINT * points
 
 

@@ -102,7 +102,8 @@ class Way:
 @dataclass(frozen=True, slots=True, eq=False)
 class Patterns:
     """A statement in which a short pattern becomes a dense tensor, where that takes less work, or
-    which goes the way ``otherwise``.
+    which goes the way ``otherwise``. ``indices``: the index tensors of the pattern, which may come
+    back with others; ``reads``: what else it is made of.
     """
 
     problem: Problem
@@ -110,6 +111,7 @@ class Patterns:
     pattern: DensePattern
     coefficients: SubProblem | None
     reads: tuple[str, ...]
+    indices: tuple[str, ...]
     choose: Callable[[Problem], Lowering]
     otherwise: Lowering
     key: tuple[object, ...]
@@ -119,7 +121,9 @@ class Patterns:
     why = "a short pattern is a small dense tensor, kept with it, and the rest matrix products"
 
     def __call__(self, call: HostCall) -> Tensor:
-        if not call.comes_back(self.key):
+        # whoever says that index tensors stay may make others for the next call, as a layer does
+        # that makes a format of its edges
+        if not call.among(self.indices).comes_back(self.key, said=False):
             return self.otherwise(call)
         made, way = self.way(call)
         if way.lowering is None or made.dense is None:
@@ -136,7 +140,7 @@ class Patterns:
 
     def way(self, call: HostCall) -> tuple[_PatternTensors, Way]:
         more = [memory.entry_of(as_tensor(call.values[n])).serial for n in self.reads]
-        made = call.kept((self.key, *more), lambda: self.made(call))
+        made = call.among(self.indices).kept((self.key, *more), lambda: self.made(call))
         found = self.ways.get(made.reduction)
         if found is None:
             found = keep(self.ways, made.reduction, self.dense_way(made.reduction), MOST_WAYS)
@@ -314,10 +318,16 @@ def patterns_of(
         pattern,
         part,
         tuple(n for n in reads if n not in indices and problem.kinds[n].device is not None),
+        _index_tensors(pattern),
         choose,
         other,
         ("pattern", str(problem.statement), meeting_dtype(problem), *(n for _, n in pattern.axes)),
     )
+
+
+def _index_tensors(pattern: DensePattern) -> tuple[str, ...]:
+    every = (*(index for index, _ in pattern.axes), *_indices(pattern.factors))
+    return tuple(dict.fromkeys(a.tensor for index in every for a in accesses(index)))
 
 
 def _coefficients(problem: Problem, pattern: DensePattern) -> SubProblem | None:
