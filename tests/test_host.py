@@ -1043,3 +1043,52 @@ def test_a_kept_matrix_counts_what_it_holds(nothing_remembered: None) -> None:
     assert 0 < before < 2**22
     A @ x
     assert memory.report().nbytes == before
+
+
+def along_edges(edges: int, nodes: int = 20) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """A tensor product along edges whose coefficients have few of all pairs of places."""
+    pattern = {n: torch.arange(30) // k % 6 for n, k in zip("IJKL", (1, 2, 3, 5))}
+    text = "Z[d[e],I[p],u] = V[p] * X[s[e],J[p],u] * Y[e,K[p]] * W[e,L[p],u]"
+    drawn = {
+        "X": torch.randn(nodes, 6, 8),
+        "Y": torch.randn(edges, 6),
+        "W": torch.randn(edges, 6, 8),
+    }
+    ends = {"s": whole(nodes, edges), "d": whole(nodes, edges)}
+    return text, {"V": torch.randn(30), **pattern}, {**drawn, **ends}
+
+
+@pytest.mark.parametrize("edges", [1500, 6000])
+def test_a_pattern_serves_new_edges(edges: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made once, also where edges are as few as its points, and of pairs of places."""
+    monkeypatch.undo()
+    made: list[Any] = []
+    make = patterns.Patterns.made
+    monkeypatch.setattr(
+        patterns.Patterns, "made", lambda *given: made.append(make(*given)) or made[-1]
+    )
+    text, fixed, _ = along_edges(edges)
+    for _ in range(4):
+        given = {**fixed, **along_edges(edges)[2]}
+        found = insum.insum(text, out_shape=(20, 6, 8), **given)
+        with insum.settings(backend="graph"):
+            wanted = insum.insum(text, out_shape=(20, 6, 8), **given)
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+    assert len(made) == 1 and made[0].reduction.joint
+
+
+def test_a_format_that_is_made_for_one_call_is_no_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    made: list[int] = []
+    make = patterns.Patterns.made
+    monkeypatch.setattr(patterns.Patterns, "made", lambda *given: made.append(1) or make(*given))
+    for _ in range(3):
+        places = [whole(40, 500), whole(40, 500), whole(3, 500).sort().values]
+        A = COO.from_entries(places, torch.rand(500), shape=(40, 40, 3))
+        insum.einsum(
+            "O[x,m] = A[x,y,z] * I[y,c] * W[z,c,m]",
+            A=A,
+            I=torch.randn(40, 8),
+            W=torch.randn(3, 8, 8),
+        )
+    assert not made
