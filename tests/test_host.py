@@ -214,6 +214,31 @@ STATEMENTS = [
         "runs",
         "Y[d[p],n] = s[p] * X[tok[p],k] * W[e[p],k,n]",
         lambda d: {
+            "d": whole(3000, 5000),
+            "s": real(d, 5000),
+            "tok": whole(200, 5000),
+            "e": whole(4, 5000),
+            "X": real(d, 200, 6),
+            "W": real(d, 4, 6, 5),
+        },
+        {"out_shape": (3000, 5)},
+    ),
+    Statement(
+        "runs",
+        "G[e[p],k,n] = s[p] * X[tok[p],k] * Y[p,n]",
+        lambda d: {
+            "s": real(d, 5000),
+            "tok": whole(3000, 5000),
+            "e": whole(4, 5000),
+            "X": real(d, 3000, 6),
+            "Y": real(d, 5000, 5),
+        },
+        {"out_shape": (4, 6, 5)},
+    ),
+    Statement(
+        "aggregated",
+        "Y[d[p],n] = s[p] * X[tok[p],k] * W[e[p],k,n]",
+        lambda d: {
             "d": whole(50, 5000),
             "s": real(d, 5000),
             "tok": whole(200, 5000),
@@ -224,7 +249,7 @@ STATEMENTS = [
         {"out_shape": (50, 5)},
     ),
     Statement(
-        "runs",
+        "aggregated",
         "G[e[p],k,n] = s[p] * X[tok[p],k] * Y[p,n]",
         lambda d: {
             "s": real(d, 5000),
@@ -1092,3 +1117,24 @@ def test_a_format_that_is_made_for_one_call_is_no_pattern(monkeypatch: pytest.Mo
             W=torch.randn(3, 8, 8),
         )
     assert not made
+
+
+def test_sums_of_no_points_do_not_meet_what_is_not_finite() -> None:
+    """A relation of which a node has no edge may have any matrix."""
+    text = "Y[d[p],n] = X[s[p],k] * W[e[p],k,n]"
+    d, e = whole(50, 5000), whole(4, 5000)
+    e[(e == 3) & (d < 10)] = 0
+    values = {
+        "d": d,
+        "e": e,
+        "s": whole(60, 5000),
+        "X": torch.randn(60, 6),
+        "W": torch.randn(4, 6, 5),
+    }
+    call = lambda: insum.insum(text, out_shape=(50, 5), **values)
+    assert "on the CPU: aggregated" in str(insum.explain(text, out_shape=(50, 5), **values))
+    finite = call()
+    values["W"][3] = torch.inf
+    found = call()
+    torch.testing.assert_close(found[:10], finite[:10], rtol=1e-4, atol=1e-4)
+    assert not found[10:].isfinite().any()

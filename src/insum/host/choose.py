@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from insum.graph.value import meeting_dtype
+from insum.host.aggregated import aggregated_of
 from insum.host.arguments import HostCall
 from insum.host.block_rows import block_rows_of
 from insum.host.blocks import blocks_of
@@ -92,8 +93,15 @@ def choose(problem: Problem, *, new: bool = True) -> Lowering | None:
     roles = roles_of(problem)
     if roles is None:
         return by_row_of(problem)  # sums of several products
-    found = patterns_of(problem, _whole, lambda: _first(roles) or _whole(problem))
+    plainly = lambda: _first(roles) or _whole(problem)
+    found = patterns_of(problem, _whole, plainly) or aggregated_of(problem, _summed, plainly)
     return found or _first(roles)
+
+
+def _summed(problem: Problem) -> Lowering:
+    """How the sums of a statement are run that are a statement of their own."""
+    roles = roles_of(problem)
+    return (roles and _first(roles)) or _whole(problem)
 
 
 def _first(roles: HostRoles) -> Lowering | None:
