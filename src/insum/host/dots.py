@@ -90,6 +90,6 @@ class Dots:
 def dots_of(roles: HostRoles) -> Dots | None:
     if len(roles.wide) != 2 or set(roles.shared) != {(0, 1)}:
         return None
-    if are_dense(roles.wide):
-        return None
+    if are_dense(roles.wide) or roles.width((0, 1)) == 1:
+        return None  # a product of matrices, or one of two numbers for each point
     return Dots(roles, finish_of(roles), ("dots", *roles.key), roles.sizes)

@@ -101,6 +101,10 @@ class HostRoles:
     def sizes(self) -> tuple[int, ...]:
         return tuple(int(self.problem.extents[v]) for v in self.points)
 
+    def width(self, pair: tuple[int, int]) -> int:
+        """The extent of what two sides share."""
+        return prod(int(self.problem.extents[v]) for v in self.shared[pair])
+
     @property
     def key(self) -> tuple[object, ...]:
         """What decides, besides index values, which rows the points pick. One text: it is made once

@@ -64,6 +64,8 @@ def rows_of(roles: HostRoles) -> ScaledRows | None:
         return None
     if are_dense(roles.sides) or _is_selection(roles):
         return None
+    if roles.width((-1, 0)) == 1 and are_dense(roles.wide):
+        return None  # numbers that are summed as they lie
     weights = weights_of(roles)
     return ScaledRows(roles, weights, ("rows", *roles.key), _dtype(roles, weights))
 

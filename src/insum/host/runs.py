@@ -215,8 +215,7 @@ def _runs(which: Tensor) -> tuple[tuple[int, int, int], ...]:
 
 def at_once(roles: HostRoles) -> int:
     """How many points are multiplied at a time."""
-    extents = roles.problem.extents
-    widths = [prod(int(extents[v]) for v in names) for names in roles.shared.values()]
+    widths = [roles.width(pair) for pair in roles.shared]
     return max(LEAST_RUN, AT_ONCE // (roles.dtype.itemsize * max(widths)))
 
 
@@ -248,5 +247,4 @@ def _slowness(roles: HostRoles, matrices: int) -> int:
 
 def _each(roles: HostRoles) -> int:
     """Multiplications of a point."""
-    extents = roles.problem.extents
-    return prod(int(extents[v]) for names in roles.shared.values() for v in names)
+    return prod(roles.width(pair) for pair in roles.shared)
