@@ -739,6 +739,63 @@ def test_values_of_a_pattern_that_change_are_seen() -> None:
             torch.testing.assert_close(found, insum.insum(PRODUCT, out_shape=(20, 4, 16), **values))
 
 
+def test_numbers_in_a_pattern_that_change_are_seen() -> None:
+    """A number has no version; the same text may be passed a tensor, too."""
+    text = PRODUCT.replace("V[p]", "exp(alpha * V[p])")
+    values = pattern(torch.float64, 16, 16)
+    for alpha in (1.0, 1.0, 2, torch.tensor(0.5), -1.0, torch.tensor(2.0)):
+        found = insum.insum(text, out_shape=(20, 4, 16), alpha=alpha, **values)
+        scaled = {**values, "V": torch.exp(float(alpha) * values["V"])}
+        with insum.settings(backend="graph"):
+            wanted = insum.insum(PRODUCT, out_shape=(20, 4, 16), **scaled)
+        torch.testing.assert_close(found, wanted)
+
+
+def test_of_trained_coefficients_only_the_last_are_kept(
+    monkeypatch: pytest.MonkeyPatch, nothing_remembered: None
+) -> None:
+    """Where points are follows from index tensors, and is found out once."""
+    values = pattern(torch.float32, 16, 16)
+    made: list[object] = []
+    reduced = patterns.Patterns.reduced
+    monkeypatch.setattr(
+        patterns.Patterns, "reduced", lambda *args: made.append(args) or reduced(*args)
+    )
+    run = lambda: insum.insum(PRODUCT, out_shape=(20, 4, 16), **values)
+    run()
+    known = [memory.entry_of(values[n]) for n in "IJK"]
+    count, nbytes = sum(len(e.things) for e in known), sum(e.nbytes for e in known)
+    for _ in range(5):
+        values["V"] += 1
+        found = run()
+        with insum.settings(backend="graph"):
+            torch.testing.assert_close(found, run(), atol=1e-3, rtol=1e-4)
+    assert len(made) == 1
+    assert sum(len(e.things) for e in known) == count
+    assert sum(e.nbytes for e in known) == nbytes
+    assert len(memory.entry_of(values["V"]).things) <= 1
+
+
+def test_a_sum_of_halves_beyond_their_range_is_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pattern is not run again, the other way, because all results together are many."""
+    values = pattern(torch.float16, 16, 16)
+    for name in ("V", "X", "Y", "W"):
+        values[name] = torch.full_like(values[name], 2.0)
+    kept: list[object] = []
+    sub = patterns.Patterns.dense
+    monkeypatch.setattr(patterns.Patterns, "dense", lambda *a: kept.append(a[0]) or sub(*a))
+    found = insum.insum(PRODUCT, out_shape=(20, 4, 16), **values)
+    assert found.isfinite().all() and not found.sum().isfinite()
+    (way,) = kept
+    assert isinstance(way, patterns.Patterns)
+
+    def fails(call: HostCall) -> Tensor:
+        raise AssertionError("the other way was taken")
+
+    object.__setattr__(way, "otherwise", fails)
+    assert torch.equal(insum.insum(PRODUCT, out_shape=(20, 4, 16), **values), found)
+
+
 def test_a_pattern_of_integers_meets_any_dtype() -> None:
     """What is kept of it is of the dtype that it is multiplied in."""
     values = {**pattern(torch.float64, 16, 16), "V": whole(9, 12)}

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
 
+import torch
 from torch import Tensor
 
 from insum.graph.contraction import WRITING
@@ -36,14 +37,17 @@ class Aggregated:
     first: Lowering
     second: SubProblem
     sums: str
+    dtype: torch.dtype
     otherwise: Lowering
     name, slowness = "aggregated", 2
     why = "points that meet the same row of a factor are summed before they are multiplied by it"
 
     def __call__(self, call: HostCall) -> Tensor:
         found = self.second({**call.values, self.sums: self.first(call)})
-        # Sums of no points are zeros, which must not meet what is not finite.
-        return found if found.sum().isfinite() else self.otherwise(call)
+        # Sums of no points are zeros, which must not meet what is not finite. That is asked of a
+        # wide sum: one of many halves is more than they hold.
+        total = found.sum(dtype=self.dtype)
+        return found if total.isfinite() else self.otherwise(call)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +111,8 @@ def _aggregated(
         {name: tensor_kind(shape, wide)},
         {i: target.size, j: factor.size},
     )
-    return Aggregated(way(first), SubProblem(second, lower_on_host(second)), name, otherwise())
+    product = SubProblem(second, lower_on_host(second))
+    return Aggregated(way(first), product, name, wide, otherwise())
 
 
 def _picked(problem: Problem, holder: Expr) -> _Picked | None:

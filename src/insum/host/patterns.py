@@ -14,6 +14,7 @@ from torch import Tensor
 
 from insum import memory
 from insum.bounded import keep
+from insum.compat.contexts import untracked
 from insum.graph.contraction import WRITING, cheapest
 from insum.graph.lower import live_terms
 from insum.graph.value import meeting_dtype
@@ -21,7 +22,6 @@ from insum.host.arguments import HostCall
 from insum.host.operations import lower_on_host
 from insum.host.parts import SubProblem, sub_problem, tensor_kind
 from insum.host.places import Lowering, grid_of, on_grid
-from insum.host.roles import as_tensor
 from insum.lang.bind import Problem
 from insum.lang.expand import ProductTerm
 from insum.lang.expr import (
@@ -79,12 +79,15 @@ class _Reduction:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _PatternTensors:
-    """What is made of a pattern's values: the dense tensor, None where it would be too large, and
-    for each axis that follows another, a table from there (on the left side, a matrix of ones).
+class _PatternPlaces:
+    """What is made of a pattern's index values alone: which of its points are present, where each
+    of these is in the dense tensor and how large that is, None where it would be too large; and for
+    each axis that follows another, a table from there (on the left side, a matrix of ones).
     """
 
-    dense: Tensor | None
+    present: Tensor
+    places: tuple[Tensor, ...]
+    sizes: tuple[int, ...] | None
     reduction: _Reduction
     tables: tuple[Tensor, ...]
 
@@ -126,25 +129,46 @@ class Patterns:
         if not call.among(self.indices).comes_back(self.key, said=False):
             return self.otherwise(call)
         made, way = self.way(call)
-        if way.lowering is None or made.dense is None:
+        if way.lowering is None:
             return self.otherwise(call)
-        values = {**call.indices(), **dict(zip(way.names, (made.dense, *made.tables)))}
+        tensors = self.dense(call, made), *made.tables
+        values = {**call.indices(), **dict(zip(way.names, tensors))}
         found = way.lowering(HostCall(values, call.entries))
         # Zeros of the dense tensor are absent points, which must not meet what is not finite.
-        return found if found.sum().isfinite() else self.otherwise(call)
+        # The sum is wide: one of many halves is more than they hold.
+        total = found.sum(dtype=self.dtype)
+        return found if total.isfinite() else self.otherwise(call)
 
     def chosen(self, call: HostCall) -> Lowering:
         """This, or the other way where values decide for that."""
-        made, way = self.way(call)
-        return self.otherwise if way.lowering is None or made.dense is None else self
+        return self.otherwise if self.way(call)[1].lowering is None else self
 
-    def way(self, call: HostCall) -> tuple[_PatternTensors, Way]:
-        more = [memory.entry_of(as_tensor(call.values[n])).serial for n in self.reads]
-        made = call.among(self.indices).kept((self.key, *more), lambda: self.made(call))
+    def way(self, call: HostCall) -> tuple[_PatternPlaces, Way]:
+        made = call.among(self.indices).kept(self.key, lambda: self.made(call))
+        if made.sizes is None:
+            return made, Way()
         found = self.ways.get(made.reduction)
         if found is None:
             found = keep(self.ways, made.reduction, self.dense_way(made.reduction), MOST_WAYS)
         return made, found
+
+    def dense(self, call: HostCall, made: _PatternPlaces) -> Tensor:
+        """The dense tensor, kept with the youngest of its coefficients: what is trained is never
+        the same again, and what was made of it goes when it changes.
+        """
+        own, given = call.among(self.indices), {name: call.values[name] for name in self.reads}
+        entries = {n: memory.entry_of(v) for n, v in given.items() if isinstance(v, Tensor)}
+        # a number is told by its text, which no serial is
+        known = [entries[n].serial if n in entries else repr(v) for n, v in given.items()]
+        key = "dense", self.key, *known
+        if not entries:
+            return own.kept(key, lambda: self.filled(call, made))
+        entry, key = max(entries.values(), key=lambda e: e.serial), (*key, own.serials)
+        found: Tensor | None = entry.get(key)
+        if found is None:
+            with untracked():
+                found = entry.remembered(key, lambda: self.filled(call, made))
+        return found
 
     # --- the dense statement ---
 
@@ -158,7 +182,7 @@ class Patterns:
 
     # --- values ---
 
-    def made(self, call: HostCall) -> _PatternTensors:
+    def made(self, call: HostCall) -> _PatternPlaces:
         problem, pattern, values = self.problem, self.pattern, call.indices()
         sizes = [int(problem.extents[v]) for v in pattern.vars]
         grid = grid_of(pattern.vars, tuple(sizes))
@@ -172,18 +196,13 @@ class Patterns:
             there = on_grid(problem, index, values, grid)[1]
             present = present if there is None else present & there
         at = {axis: place[present] for axis, place in places.items()}
-        scale = torch.ones(sizes, dtype=self.dtype)
-        if self.coefficients is not None:
-            scale = self.coefficients(values).to(self.dtype)
         extents = {axis: n for (_, n), axis in pattern.axes.items()}
         reduction = self.reduced(at, extents)
         extents |= dict(reduction.joint)
         kept = reduction.kept(pattern.axes.values())
-        sizes = [extents[axis] for axis in kept]
-        if prod(sizes) > MOST_ELEMENTS:
-            return _PatternTensors(None, reduction, ())
-        dense = torch.zeros(sizes, dtype=self.dtype)
-        dense.index_put_(tuple(at[axis] for axis in kept), scale[present], accumulate=True)
+        shape = tuple(extents[axis] for axis in kept)
+        if prod(shape) > MOST_ELEMENTS:
+            return _PatternPlaces(present, (), None, reduction, ())
         left = _left_axes(self.problem, self.pattern)
         tables = [
             _ones(at[axis], extents[axis], at[base], extents[base], self.dtype)
@@ -191,7 +210,16 @@ class Patterns:
             else torch.zeros(extents[base], dtype=torch.int64).index_put_((at[base],), at[axis])
             for axis, base in reduction.follows
         ]
-        return _PatternTensors(dense, reduction, tuple(tables))
+        where = tuple(at[axis] for axis in kept)
+        return _PatternPlaces(present, where, shape, reduction, tuple(tables))
+
+    def filled(self, call: HostCall, made: _PatternPlaces) -> Tensor:
+        scale = torch.ones(made.present.shape, dtype=self.dtype)
+        if self.coefficients is not None:
+            scale = self.coefficients(call.indices()).to(self.dtype)
+        assert made.sizes is not None
+        dense = torch.zeros(made.sizes, dtype=self.dtype)
+        return dense.index_put_(made.places, scale[made.present], accumulate=True)
 
     def reduced(self, at: dict[str, Tensor], extents: Mapping[str, int]) -> _Reduction:
         """What takes least: all axes, or without those that follow others; then, as long as that
@@ -312,16 +340,18 @@ def patterns_of(
     part = _coefficients(problem, pattern)
     indices = {a.tensor for _, _, i in problem.index_uses() for a in accesses(i)}
     reads = tensors_of(part.problem.statement) if part is not None else ()
+    axes = [(str(index), n) for index, n in pattern.axes]
     return Patterns(
         problem,
         term,
         pattern,
         part,
-        tuple(n for n in reads if n not in indices and problem.kinds[n].device is not None),
+        tuple(n for n in reads if n not in indices),
         _index_tensors(pattern),
         choose,
         other,
-        ("pattern", str(problem.statement), meeting_dtype(problem), *(n for _, n in pattern.axes)),
+        # which factors are the pattern's, and so its axes, is decided by sizes
+        ("pattern", f"{problem.statement} {pattern.factors} {axes}", meeting_dtype(problem)),
     )
 
 
