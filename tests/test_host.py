@@ -796,6 +796,36 @@ def test_a_sum_of_halves_beyond_their_range_is_finite(monkeypatch: pytest.Monkey
     assert torch.equal(insum.insum(PRODUCT, out_shape=(20, 4, 16), **values), found)
 
 
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [
+        ("O[b,a] = F[t[b],a,c] * H[b,c]", (3, 50)),
+        ("O[a] = exp(F[t[b],a,c]) * H[b,c]", (50,)),
+        ("O[a,t[b],c] = F[t[b],a,c] * H[b,c]", (50, 30, 20)),
+    ],
+)
+def test_a_few_places_of_a_long_axis_are_gathered(text: str, shape: tuple[int, ...]) -> None:
+    """A dense tensor would read all of it, and rows would be written that nothing adds to."""
+    values = {"t": whole(30, 3), "F": torch.randn(30, 50, 20), "H": torch.randn(3, 20)}
+    assert way_of(Statement("", text, lambda d: values, {"out_shape": shape}), values) == "chunks"
+    found = insum.insum(text, out_shape=shape, **values)
+    with insum.settings(backend="graph"):
+        wanted = insum.insum(text, out_shape=shape, **values)
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_columns_are_not_moved_for_the_few_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patterns, "MOST_POINTS", 0)
+    text, options = "O[a] = F[b,a,t[b]] * v[b]", {"out_shape": (6,)}
+    for places_, way in ((1, "rows"), (17, "chunks")):
+        values = {
+            "t": whole(places_, 500),
+            "F": torch.randn(500, 6, places_),
+            "v": real(FLOATS[0], 500),
+        }
+        assert way_of(Statement("", text, lambda d: {}, options), values) == way
+
+
 def test_a_pattern_of_integers_meets_any_dtype() -> None:
     """What is kept of it is of the dtype that it is multiplied in."""
     values = {**pattern(torch.float64, 16, 16), "V": whole(9, 12)}

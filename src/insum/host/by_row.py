@@ -82,6 +82,8 @@ def by_row_of(problem: Problem) -> ByRow | None:
     few = chunks.most_at_once(problem) <= MOST_PARTS * chunks.AT_ONCE
     if width < LEAST_WIDTH or not few or len(set(order)) < len(order):
         return None
+    if at > 0 and int(problem.shape[at]) > int(problem.extents[order[0]]):
+        return None  # most rows are empty, and all of them would be moved to their places
     key = "by row", int(problem.shape[at]), index.tensor in problem.padded
     return ByRow(problem, values, lower_on_host(values), index, at, key)
 

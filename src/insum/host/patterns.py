@@ -178,6 +178,9 @@ class Patterns:
         dense = _dense(self.problem, self.term, self.pattern, reduction, names)
         if _steps(dense) > _most_steps(self.problem, self.term, self.otherwise):
             return Way()
+        rest = [f for f in self.term.factors if f not in self.pattern.factors]
+        if _moved(dense, dense.terms[0].factors, names) > _moved(self.problem, rest):
+            return Way()  # a few places of long axes: most of what is read, no point asks for
         return Way(self.choose(dense), names)
 
     # --- values ---
@@ -296,6 +299,12 @@ def _steps(problem: Problem) -> int:
     gathered = [f for f in (problem.statement.target, *term.factors) if _indices((f,))]
     moved = [prod(int(problem.extents[v]) for v in variables(f)) for f in gathered]
     return order.steps + WRITING * sum(moved)
+
+
+def _moved(problem: Problem, factors: Iterable[Expr], made: tuple[str, ...] = ()) -> int:
+    """How many numbers a statement reads and writes, but for tensors that are made for it."""
+    given = [f for f in factors if not (isinstance(f, Access) and f.tensor in made)]
+    return sum(_points(problem, variables(f)) for f in (problem.statement.target, *given))
 
 
 def _most_steps(problem: Problem, term: ProductTerm, otherwise: Lowering) -> int:

@@ -62,7 +62,7 @@ def rows_of(roles: HostRoles) -> ScaledRows | None:
     roles = one_column(roles) or roles
     if len(roles.wide) != 1 or set(roles.shared) != {(-1, 0)}:
         return None
-    if are_dense(roles.sides) or _is_selection(roles):
+    if are_dense(roles.sides) or _is_selection(roles) or _is_moved(roles):
         return None
     if roles.width((-1, 0)) == 1 and are_dense(roles.wide):
         return None  # numbers that are summed as they lie
@@ -74,6 +74,13 @@ def _is_selection(roles: HostRoles) -> bool:
     """Whether rows are picked, and neither scaled nor summed."""
     left = [index.var for index in roles.target.access.indices]
     return not roles.narrow and None not in left and {*roles.points} <= {*left}
+
+
+def _is_moved(roles: HostRoles) -> bool:
+    """Whether rows would have to be laid side by side first, and are more than are read."""
+    (side,) = roles.wide
+    order = side.order((roles.shared[-1, 0],))
+    return order != tuple(range(len(order))) and side.count > roles.count
 
 
 def _dtype(roles: HostRoles, weights: Weights) -> torch.dtype:
