@@ -24,7 +24,7 @@ from insum.call.request import request_of
 from insum.formats import COO, GroupCOO
 from insum.graph.contraction import cheapest
 from insum.graph.lower import lower
-from insum.host import block_rows, chunks, operations, patterns, places, rows, runs
+from insum.host import block_rows, chunks, operations, pattern_axes, patterns, places, rows, runs
 from insum.host import choose as chooser
 from insum.host.arguments import HostCall
 from insum.host.places import LastWeights, Lowering
@@ -593,7 +593,7 @@ def test_the_order_of_rows_is_kept_with_their_index_alone(monkeypatch: pytest.Mo
         return sorting(rows)
 
     monkeypatch.setattr(places, "sorting", counted)
-    monkeypatch.setattr(patterns, "MOST_POINTS", 0)
+    monkeypatch.setattr(pattern_axes, "MOST_POINTS", 0)
     monkeypatch.setattr(chunks, "AT_ONCE", 1 << 20)
     r, X, M = whole(9, 500), torch.randn(9, 6), torch.randn(500, 6)
     for text in ("O[r[p],n] = relu(X[c[p],n] - X[r[p],n])", "O[r[p],n] = X[c[p],n] * M[p,n]"):
@@ -815,7 +815,7 @@ def test_a_few_places_of_a_long_axis_are_gathered(text: str, shape: tuple[int, .
 
 
 def test_columns_are_not_moved_for_the_few_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patterns, "MOST_POINTS", 0)
+    monkeypatch.setattr(pattern_axes, "MOST_POINTS", 0)
     text, options = "O[a] = F[b,a,t[b]] * v[b]", {"out_shape": (6,)}
     for places_, way in ((1, "rows"), (17, "chunks")):
         values = {

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from insum.graph.lower import live_terms
 from insum.graph.value import meeting_dtype
 from insum.host.arguments import HostCall
 from insum.host.operations import lower_on_host
-from insum.host.parts import SubProblem, sub_problem, tensor_kind
+from insum.host.parts import SubProblem, extent_of, sub_problem, tensor_kind
 from insum.host.places import Lowering
 from insum.lang.bind import Problem
 from insum.lang.expr import Access, Affine, Expr, fresh, index_of, names_of, variables
@@ -143,9 +142,9 @@ def _pays(problem: Problem, target: _Picked, factor: _Picked, rest: tuple[Expr, 
     if not rest or indices & both:
         return False
     every = indices | {v for f in rest for v in variables(f)}
-    points = _extent(problem, every - both)
-    width, own = _extent(problem, kept), _extent(problem, both - {*kept})
-    of_matrices = _extent(problem, {*kept} - (target.vars & factor.vars)) > 1 and own > 1
+    points = extent_of(problem, every - both)
+    width, own = extent_of(problem, kept), extent_of(problem, both - {*kept})
+    of_matrices = extent_of(problem, {*kept} - (target.vars & factor.vars)) > 1 and own > 1
     if not of_matrices:
         return False
     pairs = target.size * factor.size
@@ -153,7 +152,3 @@ def _pays(problem: Problem, target: _Picked, factor: _Picked, rest: tuple[Expr, 
     return pairs <= MOST_SUMS * points and (
         WRITING * points * width + pairs * width * (own + WRITING) < alone
     )
-
-
-def _extent(problem: Problem, vars: Iterable[str]) -> int:
-    return prod(int(problem.extents[v]) for v in vars)

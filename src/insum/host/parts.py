@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -64,6 +65,11 @@ def sub_problem(
         whole.device,
         whole.padded & frozenset(reads),
     )
+
+
+def extent_of(problem: Problem, vars: Iterable[str]) -> int:
+    """How many points these variables have together."""
+    return prod(int(problem.extents[v]) for v in vars)
 
 
 def tensor_kind(shape: tuple[int, ...], dtype: torch.dtype) -> Kind:

@@ -20,7 +20,14 @@ from insum.graph.lower import live_terms
 from insum.graph.value import meeting_dtype
 from insum.host.arguments import HostCall
 from insum.host.operations import lower_on_host
-from insum.host.parts import SubProblem, sub_problem, tensor_kind
+from insum.host.parts import SubProblem, extent_of, sub_problem, tensor_kind
+from insum.host.pattern_axes import (
+    DensePattern,
+    index_expressions,
+    index_tensors,
+    left_axes,
+    pattern_of,
+)
 from insum.host.places import Lowering, grid_of, on_grid
 from insum.lang.bind import Problem
 from insum.lang.expand import ProductTerm
@@ -37,24 +44,13 @@ from insum.lang.expr import (
     variables,
 )
 
-#: Points of a pattern, elements of the dense tensor, and by how much more it may take where the
-#: other way gathers: its products are of small matrices.
-MOST_POINTS, MOST_ELEMENTS, GATHERING = 4096, 1 << 20, 8
+#: Elements of the dense tensor, and by how much more it may take where the other way gathers: its
+#: products are of small matrices.
+MOST_ELEMENTS, GATHERING = 1 << 20, 8
 #: How many times fewer pairs of places there must be than two axes have for one axis to be better.
 WORTH_JOINING = 1.5
 #: Dense statements that are kept for one statement: patterns of other values may need others.
 MOST_WAYS = 16
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DensePattern:
-    """The variables of a pattern, the factors that belong to it, and the axes of the dense tensor:
-    the name of each, its extent, and the index that picks a place along it.
-    """
-
-    vars: tuple[str, ...]
-    factors: tuple[Expr, ...]
-    axes: Mapping[tuple[Affine, int], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +191,7 @@ class Patterns:
             place, there = on_grid(problem, index, values, grid)
             places[axis] = place.expand(sizes)
             present = present if there is None else present & there
-        for index in _indices(pattern.factors):
+        for index in index_expressions(pattern.factors):
             there = on_grid(problem, index, values, grid)[1]
             present = present if there is None else present & there
         at = {axis: place[present] for axis, place in places.items()}
@@ -206,7 +202,7 @@ class Patterns:
         shape = tuple(extents[axis] for axis in kept)
         if prod(shape) > MOST_ELEMENTS:
             return _PatternPlaces(present, (), None, reduction, ())
-        left = _left_axes(self.problem, self.pattern)
+        left = left_axes(self.problem, self.pattern)
         tables = [
             _ones(at[axis], extents[axis], at[base], extents[base], self.dtype)
             if axis in left
@@ -277,13 +273,6 @@ def _determines(base: Tensor, other: Tensor, extent: int) -> bool:
     return len(torch.unique(base * extent + other)) == len(torch.unique(base))
 
 
-def _left_axes(problem: Problem, pattern: DensePattern) -> set[str]:
-    """Axes of the left side: what is scattered through a short table is a matrix product."""
-    target = problem.statement.target
-    keys = zip(target.indices, (int(s) for s in problem.shape))
-    return {axis for key in keys if (axis := pattern.axes.get(key)) is not None}
-
-
 def _ones(rows: Tensor, count: int, columns: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     """A matrix with ones at these places."""
     return torch.zeros(count, width, dtype=dtype).index_put_(
@@ -296,7 +285,7 @@ def _steps(problem: Problem) -> int:
     (term,) = problem.terms
     factors = [variables(f) for f in term.factors]
     order = cheapest(factors, variables(problem.statement.target), problem.extents)
-    gathered = [f for f in (problem.statement.target, *term.factors) if _indices((f,))]
+    gathered = [f for f in (problem.statement.target, *term.factors) if index_expressions((f,))]
     moved = [prod(int(problem.extents[v]) for v in variables(f)) for f in gathered]
     return order.steps + WRITING * sum(moved)
 
@@ -304,7 +293,7 @@ def _steps(problem: Problem) -> int:
 def _moved(problem: Problem, factors: Iterable[Expr], made: tuple[str, ...] = ()) -> int:
     """How many numbers a statement reads and writes, but for tensors that are made for it."""
     given = [f for f in factors if not (isinstance(f, Access) and f.tensor in made)]
-    return sum(_points(problem, variables(f)) for f in (problem.statement.target, *given))
+    return sum(extent_of(problem, variables(f)) for f in (problem.statement.target, *given))
 
 
 def _most_steps(problem: Problem, term: ProductTerm, otherwise: Lowering) -> int:
@@ -320,19 +309,11 @@ def _least_steps(problem: Problem, term: ProductTerm, pattern: DensePattern) -> 
     """
     sizes = [n for _, n in pattern.axes]
     elements = prod(sizes)
-    if len(sizes) > 2 or _points(problem, pattern.vars) <= max(sizes):
-        elements = min(elements, _points(problem, pattern.vars))
+    if len(sizes) > 2 or extent_of(problem, pattern.vars) <= max(sizes):
+        elements = min(elements, extent_of(problem, pattern.vars))
     others = [variables(f) for f in term.factors if f not in pattern.factors]
-    met = [_points(problem, [v for v in vs if v not in pattern.vars]) for vs in others]
+    met = [extent_of(problem, [v for v in vs if v not in pattern.vars]) for vs in others]
     return elements * min(met)
-
-
-def _points(problem: Problem, vars: Iterable[str]) -> int:
-    return prod(int(problem.extents[v]) for v in vars)
-
-
-def _indices(factors: tuple[Expr, ...]) -> list[Affine]:
-    return [i for f in factors for a in accesses(f) for i in a.indices if any(accesses(i))]
 
 
 def patterns_of(
@@ -340,7 +321,7 @@ def patterns_of(
 ) -> Patterns | None:
     """``choose`` says how the dense statement is run, ``otherwise`` how this one is without."""
     (term,) = live_terms(problem)
-    pattern = _pattern(problem, term)
+    pattern = pattern_of(problem, term)
     if pattern is None:
         return None
     other = otherwise()
@@ -356,17 +337,12 @@ def patterns_of(
         pattern,
         part,
         tuple(n for n in reads if n not in indices),
-        _index_tensors(pattern),
+        index_tensors(pattern),
         choose,
         other,
         # which factors are the pattern's, and so its axes, is decided by sizes
         ("pattern", f"{problem.statement} {pattern.factors} {axes}", meeting_dtype(problem)),
     )
-
-
-def _index_tensors(pattern: DensePattern) -> tuple[str, ...]:
-    every = (*(index for index, _ in pattern.axes), *_indices(pattern.factors))
-    return tuple(dict.fromkeys(a.tensor for index in every for a in accesses(index)))
 
 
 def _coefficients(problem: Problem, pattern: DensePattern) -> SubProblem | None:
@@ -382,81 +358,6 @@ def _coefficients(problem: Problem, pattern: DensePattern) -> SubProblem | None:
     return SubProblem(scale, lower_on_host(scale))
 
 
-def _pattern(problem: Problem, term: ProductTerm) -> DensePattern | None:
-    """The short index tensors that share no variable with a long one."""
-    uses = [(a, d, i) for a, d, i in problem.index_uses()]
-    outside = [(a, d, i) for a, d, i in uses if _is_outside(problem, term, a)]
-    short = {id(i): _is_short(problem, i) for _, _, i in outside}
-    if not outside or any(a.indices and not _is_outside(problem, term, a) for a, _, _ in uses):
-        return None
-    long = {v for _, _, i in outside if not short[id(i)] for v in variables(i)}
-    vars: set[str] = set()
-    # the shortest first: edges of a small graph are short, and have nothing to do with coefficients
-    groups = _groups([variables(i) for _, _, i in outside])
-    for group in sorted(groups, key=lambda vs: _points(problem, vs)):
-        if not group & long and _points(problem, vars | group) <= MOST_POINTS:
-            vars |= group
-    own = tuple(f for f in term.factors if variables(f) and _is_own(problem, f, vars))
-    ordered = tuple(v for v in term.variables if v in vars)
-    if not vars:
-        return None
-    axes = _axes(problem, term, own, vars)
-    rest = any(variables(f) for f in term.factors if f not in own)
-    if not axes or not rest:
-        return None
-    return DensePattern(ordered, own, axes)
-
-
-def _groups(related: Iterable[tuple[str, ...]]) -> list[set[str]]:
-    """Variables that are related, directly or by others."""
-    groups: list[set[str]] = []
-    for vars in related:
-        met = [g for g in groups if g & {*vars}]
-        groups = [g for g in groups if g not in met] + [{*vars}.union(*met)]
-    return groups
-
-
-def _is_own(problem: Problem, factor: Expr, vars: set[str]) -> bool:
-    """Whether a factor is part of the pattern: short, and of its variables alone."""
-    tensors = {a.tensor for a in accesses(factor)}
-    sizes = [prod(int(s) for s in problem.kinds[name].shape) for name in tensors]
-    return set(variables(factor)) <= vars and max(sizes, default=0) <= MOST_POINTS
-
-
-def _is_outside(problem: Problem, term: ProductTerm, access: Access) -> bool:
-    """Whether an access is a value, or the left side, rather than part of an index."""
-    values = [a for f in term.factors for a in accesses(f, nested=False)]
-    return access is problem.statement.target or any(access == a for a in values)
-
-
-def _is_short(problem: Problem, index: Affine) -> bool:
-    atom = index.atom
-    if not isinstance(atom, Access) or any(i.var is None for i in atom.indices):
-        return False
-    return prod(int(s) for s in problem.kinds[atom.tensor].shape) <= MOST_POINTS
-
-
-def _axes(
-    problem: Problem, term: ProductTerm, own: tuple[Expr, ...], vars: set[str]
-) -> dict[tuple[Affine, int], str] | None:
-    """An axis for each index that the pattern decides, and for each of its variables that is an
-    index by itself.
-    """
-    taken, found = names_of(problem.statement), {}
-    others = [a for f in term.factors if f not in own for a in accesses(f, nested=False)]
-    for access in (problem.statement.target, *others):
-        for dim, index in enumerate(access.indices):
-            mentioned = set(variables(index)) & vars
-            if not mentioned:
-                continue
-            if not mentioned >= set(variables(index)) or index.atom is None:
-                return None
-            key = index, int(problem.size_of(access, dim))
-            if key not in found:
-                found[key] = index.var or fresh("x", taken)
-    return found
-
-
 def _dense(
     problem: Problem,
     term: ProductTerm,
@@ -470,7 +371,7 @@ def _dense(
     follows = dict(reduction.follows)
     extents = {axis: n for (_, n), axis in pattern.axes.items()} | dict(reduction.joint)
     tables = dict(zip(follows, names[1:]))
-    left = _left_axes(problem, pattern)
+    left = left_axes(problem, pattern)
 
     def place(axis: str) -> Affine:
         if axis not in follows or axis in left:

@@ -64,8 +64,9 @@ def rows_of(roles: HostRoles) -> ScaledRows | None:
         return None
     if are_dense(roles.sides) or _is_selection(roles) or _is_moved(roles):
         return None
-    if roles.width((-1, 0)) == 1 and are_dense(roles.wide):
-        return None  # numbers that are summed as they lie
+    few = roles.target.count <= roles.count // 2
+    if roles.width((-1, 0)) == 1 and not (few and not are_dense(roles.wide)):
+        return None  # numbers that are summed as they lie, or hardly at all
     weights = weights_of(roles)
     return ScaledRows(roles, weights, ("rows", *roles.key), _dtype(roles, weights))
 
