@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from string import ascii_letters
 from typing import Any, TypeAlias
 
@@ -312,7 +313,7 @@ class Evaluator:
         self, factors: list[GraphValue], kept: tuple[str, ...], dtype: torch.dtype
     ) -> GraphValue:
         """Two factors at a time, the cheapest first. What is summed later stands last, so that it
-        need not be moved there.
+        need not be moved there; but before the last variable where no matrix product sums it.
         """
         names = tuple(f.vars for f in factors)
         pairs = self.orders[names, kept] = best_order(self.problem, names, kept)
@@ -326,6 +327,11 @@ class Evaluator:
             result = tuple(v for v in still if v in later)
             if len(both) > len(ascii_letters):
                 return self._in_pairs([first, second, *left], kept, dtype)
+            if len(left) == 1 and self._of_many_vectors(
+                [left[0], replace(first, vars=result)], kept
+            ):
+                inner = [v for v in kept if v in result][-1:]
+                result = (*(v for v in result if v not in inner), *inner)
             two = [first, second]
             is_sum = self._of_many_vectors(two, result) or self._is_pointwise(two, result)
             left.append((self._multiplied if is_sum else self._einsum)(two, result, dtype))

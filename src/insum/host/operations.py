@@ -83,7 +83,8 @@ def rows_at(tensor: Tensor, indices: tuple[Tensor, ...]) -> Tensor:
 class _BatchedProduct:
     """An einsum of two as matrix products: how the dimensions of both are ordered (those of the
     batch, then rows and columns of the matrix), how many are of each sort, and how those of the
-    result are.
+    result are; ``swapped``: the second stands first, so that what is innermost in the result is in
+    the product, too.
     """
 
     first: tuple[int, ...]
@@ -92,6 +93,7 @@ class _BatchedProduct:
     rows: int
     columns: int
     result: tuple[int, ...]
+    swapped: bool
 
 
 @lru_cache(maxsize=MOST_GRAPHS)
@@ -99,10 +101,12 @@ def _batched_product(equation: str) -> _BatchedProduct | None:
     """None where there is no batch, or where something else is to be done.
 
     >>> _batched_product("bij,bkj->bik")
-    _BatchedProduct(first=(0, 1, 2), second=(0, 2, 1), batch=1, rows=1, columns=1, result=(0, 1, 2))
+    _BatchedProduct(first=(0, 1, 2), second=(0, 2, 1), ..., result=(0, 1, 2), swapped=False)
     """
     left, kept = equation.split("->")
     a, b = left.split(",")
+    swapped = kept[-1:] in a and kept[-1:] not in b
+    a, b = (b, a) if swapped else (a, b)
     batch = [v for v in a if v in b and v in kept]
     summed = [v for v in a if v in b and v not in kept]
     rows, columns = [v for v in a if v not in b], [v for v in b if v not in a]
@@ -117,6 +121,7 @@ def _batched_product(equation: str) -> _BatchedProduct | None:
         len(rows),
         len(columns),
         tuple(order.index(v) for v in kept),
+        swapped,
     )
 
 
@@ -130,7 +135,8 @@ def einsum(equation: str, a: Tensor, b: Tensor) -> Tensor:
     way = _batched_product(equation)
     if way is None or a.dtype is not b.dtype or a.dtype not in _FLOATS:
         return torch.einsum(equation, a, b)
-    first, second = a.detach().permute(way.first), b.detach().permute(way.second)
+    one, other = (b, a) if way.swapped else (a, b)
+    first, second = one.detach().permute(way.first), other.detach().permute(way.second)
     ends = way.batch + way.rows
     outer, m, summed = first.shape[: way.batch], first.shape[way.batch : ends], first.shape[ends:]
     n = second.shape[second.ndim - way.columns :]
