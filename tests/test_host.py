@@ -39,7 +39,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small statements too and at their first call, in chunks so small that there are several."""
     for name in ("LEAST_WORK", "LEAST_NEW_WORK", "LEAST_FIRST_WORK"):
         monkeypatch.setattr(chooser, name, 0)
-    monkeypatch.setattr(HostCall, "comes_back", lambda self, key, **said: True)
+    monkeypatch.setattr(HostCall, "comes_back", lambda self, key: True)
     monkeypatch.setattr(chunks, "AT_ONCE", 256)
     monkeypatch.setattr(runs, "AT_ONCE", 1 << 14)
     monkeypatch.setattr("insum.call.prepared._forms", {})
@@ -1187,23 +1187,6 @@ def test_a_pattern_serves_new_edges(edges: int, monkeypatch: pytest.MonkeyPatch)
             wanted = insum.insum(text, out_shape=(20, 6, 8), **given)
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
     assert len(made) == 1 and made[0].reduction.joint
-
-
-def test_a_format_that_is_made_for_one_call_is_no_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    made: list[int] = []
-    make = patterns.Patterns.made
-    monkeypatch.setattr(patterns.Patterns, "made", lambda *given: made.append(1) or make(*given))
-    for _ in range(3):
-        places = [whole(40, 500), whole(40, 500), whole(3, 500).sort().values]
-        A = COO.from_entries(places, torch.rand(500), shape=(40, 40, 3))
-        insum.einsum(
-            "O[x,m] = A[x,y,z] * I[y,c] * W[z,c,m]",
-            A=A,
-            I=torch.randn(40, 8),
-            W=torch.randn(3, 8, 8),
-        )
-    assert not made
 
 
 def test_sums_of_no_points_do_not_meet_what_is_not_finite() -> None:

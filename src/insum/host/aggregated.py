@@ -25,9 +25,6 @@ from insum.host.places import Lowering
 from insum.lang.bind import Problem
 from insum.lang.expr import Access, Affine, Expr, fresh, index_of, names_of, variables
 
-#: How many sums there may be for each point: most would be of none.
-MOST_SUMS = 2
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Aggregated:
@@ -148,7 +145,7 @@ def _pays(problem: Problem, target: _Picked, factor: _Picked, rest: tuple[Expr, 
     if not of_matrices:
         return False
     pairs = target.size * factor.size
+    if pairs > points:
+        return False  # most sums would be of none, and take more room than the rows do
     alone = points * (width * own + WRITING * (width + own))
-    return pairs <= MOST_SUMS * points and (
-        WRITING * points * width + pairs * width * (own + WRITING) < alone
-    )
+    return WRITING * points * width + pairs * width * (own + WRITING) < alone

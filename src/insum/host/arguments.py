@@ -63,8 +63,8 @@ class HostCall:
 
         return entry.remembered(key, plainly)
 
-    def comes_back(self, key: object, *, said: bool = True) -> bool:
-        """Whether these index tensors were asked about before, or are ``said`` to stay, so that
+    def comes_back(self, key: object) -> bool:
+        """Whether these index tensors were asked about before, or are said to stay, so that
         something is worth making that takes longer than a call without it. Where the same bits
         are wanted each time, there is no first time.
         """
@@ -72,7 +72,7 @@ class HostCall:
         if asked in self.entry:
             return True
         self.entry.keep(asked, True)
-        is_known = said and all(e.declared for e in self.entries.values())
+        is_known = all(e.declared for e in self.entries.values())
         return is_known or torch.are_deterministic_algorithms_enabled()
 
     def among(self, names: Iterable[str]) -> HostCall:

@@ -120,9 +120,7 @@ class Patterns:
     why = "a short pattern is a small dense tensor, kept with it, and the rest matrix products"
 
     def __call__(self, call: HostCall) -> Tensor:
-        # whoever says that index tensors stay may make others for the next call, as a layer does
-        # that makes a format of its edges
-        if not call.among(self.indices).comes_back(self.key, said=False):
+        if not call.among(self.indices).comes_back(self.key):
             return self.otherwise(call)
         made, way = self.way(call)
         if way.lowering is None:
