@@ -54,12 +54,10 @@ def exact(given: dict[str, Any]) -> Tensor:
 @pytest.mark.parametrize("other", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_they_are_what_they_meet(narrow: torch.dtype, other: torch.dtype) -> None:
     given = blocks(narrow, other)
-    for _ in range(2):  # a CPU sums in another order once it has seen the indices
+    for _ in range(3):  # a CPU sums in other orders once it has seen the indices, and a pattern
         got = insum.insum(BLOCKS, sizes={"AM[p]": 5}, **given)
     wide = {**given, "AV": given["AV"].to(other)}
-    want = insum.insum(BLOCKS, sizes={"AM[p]": 5}, **wide)
-    assert got.dtype == other
-    assert_close(got, want, rtol=0, atol=4 * torch.finfo(other).eps * float(want.abs().max()))
+    assert got.dtype == other and torch.equal(got, insum.insum(BLOCKS, sizes={"AM[p]": 5}, **wide))
 
 
 @both

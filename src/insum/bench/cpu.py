@@ -69,19 +69,6 @@ def cases(study: Study) -> Iterator[CpuCase]:
             yield from edge_cases(degree, channels, edges)
 
 
-def edge_cases(degree: int, channels: int, edges: int) -> Iterator[CpuCase]:
-    given = equivariant.inputs(degree, channels, edges, CPU)
-    for direction in DIRECTIONS:
-        found = {"insum": equivariant.ours(given, direction)}
-        try:
-            found["e3nn"] = equivariant.e3nn(given, direction)
-        except ImportError as error:
-            print(f"without e3nn: {error}")
-        label = f"degree {degree}, {channels} channels, {edges} edges"
-        exact = equivariant.want(given, direction)
-        yield CpuCase("product along edges", label, direction, found, exact)
-
-
 def conv_cases(name: str, voxels: Tensor, channels: int) -> Iterator[CpuCase]:
     given = conv.inputs(voxels, channels, torch.float32)
     for direction in DIRECTIONS:
@@ -115,15 +102,25 @@ def _csr(graph: data.CsrPattern, values: Tensor) -> Tensor:
 
 def product_cases(degree: int, channels: int) -> Iterator[CpuCase]:
     given = tensor_product.inputs(degree, channels, ITEMS, torch.float32, CPU)
+    label = f"degree {degree}, {channels} channels, {ITEMS} items"
+    yield from beside_e3nn("tensor product", label, tensor_product, given)
+
+
+def edge_cases(degree: int, channels: int, edges: int) -> Iterator[CpuCase]:
+    given = equivariant.inputs(degree, channels, edges, CPU)
+    label = f"degree {degree}, {channels} channels, {edges} edges"
+    yield from beside_e3nn("product along edges", label, equivariant, given)
+
+
+def beside_e3nn(application: str, label: str, bench: Any, given: Any) -> Iterator[CpuCase]:
+    """``bench`` has ``ours``, ``e3nn`` and what they ``want``."""
     for direction in DIRECTIONS:
-        found = {"insum": tensor_product.ours(given, direction)}
+        found = {"insum": bench.ours(given, direction)}
         try:
-            found["e3nn"] = tensor_product.e3nn(given, direction)
+            found["e3nn"] = bench.e3nn(given, direction)
         except ImportError as error:
             print(f"without e3nn: {error}")
-        label = f"degree {degree}, {channels} channels, {ITEMS} items"
-        exact = tensor_product.want(given, direction)
-        yield CpuCase("tensor product", label, direction, found, exact)
+        yield CpuCase(application, label, direction, found, bench.want(given, direction))
 
 
 # --- measuring ------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from insum.graph.lower import live_terms
 from insum.graph.value import meeting_dtype
 from insum.host.arguments import HostCall
 from insum.host.operations import lower_on_host
-from insum.host.parts import SubProblem, extent_of, sub_problem, tensor_kind
+from insum.host.parts import SubProblem, extent_of, is_finite, sub_problem, tensor_kind
 from insum.host.places import Lowering
 from insum.lang.bind import Problem
 from insum.lang.expr import Access, Affine, Expr, fresh, index_of, names_of, variables
@@ -40,10 +40,8 @@ class Aggregated:
 
     def __call__(self, call: HostCall) -> Tensor:
         found = self.second({**call.values, self.sums: self.first(call)})
-        # Sums of no points are zeros, which must not meet what is not finite. That is asked of a
-        # wide sum: one of many halves is more than they hold.
-        total = found.sum(dtype=self.dtype)
-        return found if total.isfinite() else self.otherwise(call)
+        # Sums of no points are zeros, which must not meet what is not finite.
+        return found if is_finite(found, self.dtype) else self.otherwise(call)
 
 
 @dataclass(frozen=True, slots=True)

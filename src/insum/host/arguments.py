@@ -16,6 +16,20 @@ T = TypeVar("T")
 IndexEntries: TypeAlias = Mapping[str, memory.Entry]
 
 
+def kept_with(entry: memory.Entry, key: object, make: Callable[[], T]) -> T:
+    """``make()``, once while the tensor of an entry stays as it is."""
+    found: T | None = entry.get(key)
+    return _remembered(entry, key, make) if found is None else found
+
+
+def _remembered(entry: memory.Entry, key: object, make: Callable[[], T]) -> T:
+    def plainly() -> T:
+        with untracked():
+            return make()
+
+    return entry.remembered(key, plainly)
+
+
 class HostCall:
     """The arguments of a call: ``values`` as given, ``indices`` with negative values counted from
     the end where they are, ``entries`` of the index tensors as they were given.
@@ -53,15 +67,8 @@ class HostCall:
             entry, key = self.entry, (key, self.serials)
         else:
             entry = self.entries[name]
-        found: T | None = entry.get(key)
-        if found is not None:
-            return found
-
-        def plainly() -> T:
-            with untracked():
-                return make()
-
-        return entry.remembered(key, plainly)
+        found: T | None = entry.get(key)  # as in `kept_with`: every warm call passes here
+        return _remembered(entry, key, make) if found is None else found
 
     def comes_back(self, key: object) -> bool:
         """Whether these index tensors were asked about before, or are said to stay, so that

@@ -72,6 +72,13 @@ def extent_of(problem: Problem, vars: Iterable[str]) -> int:
     return prod(int(problem.extents[v]) for v in vars)
 
 
+def is_finite(result: Tensor, wide: torch.dtype) -> bool:
+    """Whether all numbers are; asked of their sum in a wide dtype: one of many halves is more than
+    they hold.
+    """
+    return bool(result.sum(dtype=wide).isfinite())
+
+
 def tensor_kind(shape: tuple[int, ...], dtype: torch.dtype) -> Kind:
     return Kind(dtype, shape, torch.device("cpu"), 2)
 

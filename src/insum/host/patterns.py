@@ -14,13 +14,12 @@ from torch import Tensor
 
 from insum import memory
 from insum.bounded import keep
-from insum.compat.contexts import untracked
 from insum.graph.contraction import WRITING, cheapest
 from insum.graph.lower import live_terms
 from insum.graph.value import meeting_dtype
-from insum.host.arguments import HostCall
+from insum.host.arguments import HostCall, kept_with
 from insum.host.operations import lower_on_host
-from insum.host.parts import SubProblem, extent_of, sub_problem, tensor_kind
+from insum.host.parts import SubProblem, extent_of, is_finite, sub_problem, tensor_kind
 from insum.host.pattern_axes import (
     DensePattern,
     index_expressions,
@@ -120,25 +119,25 @@ class Patterns:
     why = "a short pattern is a small dense tensor, kept with it, and the rest matrix products"
 
     def __call__(self, call: HostCall) -> Tensor:
-        if not call.among(self.indices).comes_back(self.key):
+        own = call.among(self.indices)
+        if not own.comes_back(self.key):
             return self.otherwise(call)
-        made, way = self.way(call)
+        made, way = self.way(own)
         if way.lowering is None:
             return self.otherwise(call)
-        tensors = self.dense(call, made), *made.tables
+        tensors = self.dense(own, made), *made.tables
         values = {**call.indices(), **dict(zip(way.names, tensors))}
         found = way.lowering(HostCall(values, call.entries))
         # Zeros of the dense tensor are absent points, which must not meet what is not finite.
-        # The sum is wide: one of many halves is more than they hold.
-        total = found.sum(dtype=self.dtype)
-        return found if total.isfinite() else self.otherwise(call)
+        return found if is_finite(found, self.dtype) else self.otherwise(call)
 
     def chosen(self, call: HostCall) -> Lowering:
         """This, or the other way where values decide for that."""
-        return self.otherwise if self.way(call)[1].lowering is None else self
+        way = self.way(call.among(self.indices))[1]
+        return self.otherwise if way.lowering is None else self
 
-    def way(self, call: HostCall) -> tuple[_PatternPlaces, Way]:
-        made = call.among(self.indices).kept(self.key, lambda: self.made(call))
+    def way(self, own: HostCall) -> tuple[_PatternPlaces, Way]:
+        made = own.kept(self.key, lambda: self.made(own))
         if made.sizes is None:
             return made, Way()
         found = self.ways.get(made.reduction)
@@ -146,23 +145,19 @@ class Patterns:
             found = keep(self.ways, made.reduction, self.dense_way(made.reduction), MOST_WAYS)
         return made, found
 
-    def dense(self, call: HostCall, made: _PatternPlaces) -> Tensor:
+    def dense(self, own: HostCall, made: _PatternPlaces) -> Tensor:
         """The dense tensor, kept with the youngest of its coefficients: what is trained is never
         the same again, and what was made of it goes when it changes.
         """
-        own, given = call.among(self.indices), {name: call.values[name] for name in self.reads}
+        given = {name: own.values[name] for name in self.reads}
         entries = {n: memory.entry_of(v) for n, v in given.items() if isinstance(v, Tensor)}
         # a number is told by its text, which no serial is
         known = [entries[n].serial if n in entries else repr(v) for n, v in given.items()]
         key = "dense", self.key, *known
         if not entries:
-            return own.kept(key, lambda: self.filled(call, made))
-        entry, key = max(entries.values(), key=lambda e: e.serial), (*key, own.serials)
-        found: Tensor | None = entry.get(key)
-        if found is None:
-            with untracked():
-                found = entry.remembered(key, lambda: self.filled(call, made))
-        return found
+            return own.kept(key, lambda: self.filled(own, made))
+        youngest = max(entries.values(), key=lambda entry: entry.serial)
+        return kept_with(youngest, (*key, own.serials), lambda: self.filled(own, made))
 
     # --- the dense statement ---
 
@@ -284,8 +279,7 @@ def _steps(problem: Problem) -> int:
     factors = [variables(f) for f in term.factors]
     order = cheapest(factors, variables(problem.statement.target), problem.extents)
     gathered = [f for f in (problem.statement.target, *term.factors) if index_expressions((f,))]
-    moved = [prod(int(problem.extents[v]) for v in variables(f)) for f in gathered]
-    return order.steps + WRITING * sum(moved)
+    return order.steps + WRITING * sum(extent_of(problem, variables(f)) for f in gathered)
 
 
 def _moved(problem: Problem, factors: Iterable[Expr], made: tuple[str, ...] = ()) -> int:
@@ -296,19 +290,20 @@ def _moved(problem: Problem, factors: Iterable[Expr], made: tuple[str, ...] = ()
 
 def _most_steps(problem: Problem, term: ProductTerm, otherwise: Lowering) -> int:
     """What the dense statement may take, so that it is not slower than the other way."""
-    points = prod(int(problem.extents[v]) for v in term.variables)
+    points = extent_of(problem, term.variables)
     return otherwise.slowness * points or GATHERING * _steps(problem)
 
 
 def _least_steps(problem: Problem, term: ProductTerm, pattern: DensePattern) -> int:
     """What the dense statement takes at least, whatever the values, as long as no two points of
-    the pattern are the same: the axes that are left then have a place for each. The dense tensor
-    meets one of the other factors first.
+    the pattern are the same: the axes that are left then have a place for each. Two axes stay as
+    they are, unless one is as long as the pattern and determines the other. The dense tensor meets
+    one of the other factors first.
     """
-    sizes = [n for _, n in pattern.axes]
+    sizes, points = [n for _, n in pattern.axes], extent_of(problem, pattern.vars)
     elements = prod(sizes)
-    if len(sizes) > 2 or extent_of(problem, pattern.vars) <= max(sizes):
-        elements = min(elements, extent_of(problem, pattern.vars))
+    if len(sizes) > 2 or points <= max(sizes):
+        elements = min(elements, points)
     others = [variables(f) for f in term.factors if f not in pattern.factors]
     met = [extent_of(problem, [v for v in vs if v not in pattern.vars]) for vs in others]
     return elements * min(met)
