@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import insum.fusion
 from insum.bench import data
-from insum.bench.measure import release, turn, wait
+from insum.bench.measure import release, set_up, turn, wait
 from insum.bench.programs import HEADS, SMALL_EDGES, SMALL_NODES
 from insum.bench.rivals import module
 from insum.bench.study import Study
@@ -186,8 +186,9 @@ def measured(
         model.load_state_dict(start)
         release(study.device)
         begin = time.perf_counter()
-        first = trained(model, call, x, labels, batches[:WARM_STEPS], seeds)
-        wait(study.device)
+        with set_up():
+            first = trained(model, call, x, labels, batches[:WARM_STEPS], seeds)
+            wait(study.device)
         warm = time.perf_counter()
         with turn():
             wait(study.device)

@@ -8,8 +8,9 @@ graph where it can be recorded, with edges that were promised to stay (`insum.un
 memory beyond what is there before, and the largest relative
 error, of the result and of every gradient, against eager in float64, or in float32 where float64
 does not fit. The record is written after each program, and what it has is not measured again:
-several runs make one record. Runs that share a device take turns (`measure.turn`): while one
-measures, others compile. Without a GPU everything is tiny, and shows only that all of it runs.
+several runs make one record. Runs that share a device take turns (`measure.turn`): all compile side
+by side, then one after the other measures. Without a GPU everything is tiny, and shows only that
+all of it runs.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from insum.bench.measure import (
     peak_bytes,
     relative_error,
     release,
+    set_up,
     turn,
     wait_quietly,
 )
@@ -58,7 +60,7 @@ from insum.compat.compiler import traced_sizes_of_data
 #: layers with attention, and each program at least.
 GOALS = {"forward": 1.5, "both": 1.3, "attention": 2.0, "least": 0.98}
 ATTENTION = ("GATConv", "GATv2Conv", "TransformerConv")
-WARM, ROW, ROUNDS = 15, 10, 3
+WARM, ROW, ROUNDS = 15, 10, 9
 #: A gradient with this share of the largest one's norm is taken for zero.
 NOTHING = 1e-3
 REPLAYED = ("forward_replayed_ms", "both_replayed_ms")
@@ -143,7 +145,8 @@ def measured(program: PlainProgram, study: Study) -> dict[str, Any]:
             continue
         release(device)
         try:
-            way = prepare(name, program, run, upstream, want, study)
+            with set_up():
+                way = prepare(name, program, run, upstream, want, study)
         except Exception as failure:  # one that fails does not hide the others
             row[name] = _failed(failure)
         else:

@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from insum.bench.options import BenchOptions
 from insum.bench.records import BOTH, FORWARD, Row
 from insum.runtime import timing
 
+R = TypeVar("R")
 Results: TypeAlias = tuple[Tensor, ...]
 Thunk: TypeAlias = Callable[[], Results]
 #: Relative error, in the 2-norm, up to which a result counts as right.
@@ -162,23 +163,32 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 @contextlib.contextmanager
-def turn(wanted: bool = True) -> Iterator[None]:
-    """Runs that share a device take turns where ``INSUM_BENCH_TURNS`` names a file to lock: while
-    one checks and times, others set up and compile.
-
-    Good for finding out in a short time whether everything runs. First calls of the others still
-    disturb kernels of a few microseconds: times to publish come from a run that has the device to
-    itself.
+def turn() -> Iterator[None]:
+    """Runs that share a device take turns where ``INSUM_BENCH_TURNS`` names a file to lock: one has
+    the device to itself, after all that `set_up` side by side are done.
     """
+    with _locked(alone=True):
+        yield
+
+
+@contextlib.contextmanager
+def set_up() -> Iterator[None]:
+    """Compile beside others that do; nobody has a `turn` meanwhile."""
+    with _locked(alone=False):
+        yield
+
+
+@contextlib.contextmanager
+def _locked(alone: bool) -> Iterator[None]:
     path = os.environ.get("INSUM_BENCH_TURNS", "")
-    if not (path and wanted):
+    if not path:
         yield
         return
     import fcntl  # not on Windows
 
     with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield  # closing the file ends the turn
+        fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield  # closing the file lets go
 
 
 # --- clock and memory -----------------------------------------------------------------------------
@@ -227,9 +237,9 @@ def once(run: Callable[[], object], device: torch.device, *, wait_for_end: bool 
 
 
 def in_turns(
-    runs: Mapping[str, Callable[[], object]],
+    runs: Mapping[str, Callable[[], R]],
     rounds: int,
-    time_of: Callable[[Callable[[], object]], float],
+    time_of: Callable[[Callable[[], R]], float],
 ) -> dict[str, list[float]]:
     """The times of each by ``time_of``; one after the other in every round, so that a slow moment
     of the machine hits all of them.
@@ -378,7 +388,8 @@ class Runner:
 
     def measured(self, case: Comparison, contender: Contender, want: Results, blank: Row) -> Row:
         start = time.perf_counter()
-        ready = contender.make()
+        with set_up():
+            ready = contender.make()
         if contender.times and os.environ.get("INSUM_BENCH_TURNS"):
             with turn():  # once more with the device for itself; everything is compiled by now
                 ready = contender.make()

@@ -4,7 +4,7 @@ and with their layers swapped (`insum.nn.swap`), on batches that are new at ever
 A step of training is the energies, forces and stress of a batch, a loss on all of them, its
 gradient and a step of Adam; a step of evaluation the energies, forces and stress alone. Time is
 from an idle device to an idle device, for the host is part of it. What is compared in float64 are
-energies, forces, stress and the gradients of all parameters.
+energies, forces, stress and the gradients of all parameters. Contenders take turns, step by step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import contextlib
 import copy
 import functools
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -256,14 +256,14 @@ class ModelSteps:
     def acts(self, step: str) -> Callable[[dict[str, Tensor]], None]:
         return self.train if step == TRAINING else self.evaluate
 
-    def milliseconds(self, step: str, dtype: torch.dtype, count: int, warm: int) -> float:
-        """The median of so many steps; batches are on the device when one begins."""
-        act, times = self.acts(step), []
-        for _ in range(warm):
-            act(self.next(dtype))
+    def warm(self, step: str, dtype: torch.dtype, count: int) -> None:
         for _ in range(count):
-            times.append(measure.once(functools.partial(act, self.next(dtype)), self.device))
-        return 1e3 * statistics.median(times)
+            self.acts(step)(self.next(dtype))
+
+    def milliseconds(self, step: str, dtype: torch.dtype) -> float:
+        """Of one step; its batch is on the device when it begins."""
+        run = functools.partial(self.acts(step), self.next(dtype))
+        return 1e3 * measure.once(run, self.device)
 
     def peak_mib(self, step: str, dtype: torch.dtype) -> float | None:
         if self.device.type != "cuda":
@@ -348,28 +348,44 @@ def run(study: Study) -> int:
 def rows_of(study: Study, package: Package) -> Iterator[ModelRow]:
     small, device, asked = not study.options.gpu, study.device, study.asked
     structures, side = (2, 2) if small else (asked.structures, asked.side)
-    steps, warm = (1, 1) if small else (asked.steps, WARM)
     batches = [drawn(structures, side, seed) for seed in range(4)]
     sizes = (len(batches[0].kinds), batches[0].edge_index.shape[1])
     error = error_of(package, drawn(2, 2 if small else 3, 9), device, small)
-    for who, make in contenders(package, device, small):
-        if any(part in who for part in study.options.skip):
-            continue
-        for step in (TRAINING, EVALUATION):
-            if not study.has_time():
-                return
+    makers = dict(contenders(package, device, small))
+    wanted = [who for who in makers if not any(part in who for part in study.options.skip)]
+    for step in (TRAINING, EVALUATION):
+        if not study.has_time():
+            return
+        with default_dtype(package, torch.float32) as dtype:
+            ready, failed = dict[str, ModelSteps](), dict[str, str]()
+            for who in wanted:
+                try:
+                    ready[who] = ModelSteps(package, makers[who](), batches, device)
+                    ready[who].warm(step, dtype, 1 if small else WARM)
+                except Exception as wrong:  # a rival's hides nothing else
+                    if who != CUEQUIVARIANCE.name:
+                        raise
+                    ready.pop(who, None)
+                    failed[who] = f"{type(wrong).__name__}: {wrong}".splitlines()[0][:200]
+            took = in_turns(ready, step, dtype, 1 if small else asked.steps)
+            peaks = {who: one.peak_mib(step, dtype) for who, one in ready.items()}
+        for who in wanted:
             row = ModelRow(package.name, step, who, *sizes, error=error if who == "insum" else None)
-            try:
-                with default_dtype(package, torch.float32) as dtype:
-                    taken = ModelSteps(package, make(), batches, device)
-                    ms = taken.milliseconds(step, dtype, steps, warm)
-                    row = replace(row, ms=ms, peak_mib=taken.peak_mib(step, dtype))
-            except Exception as wrong:
-                if who != CUEQUIVARIANCE.name:
-                    raise
-                told = f"{type(wrong).__name__}: {wrong}".splitlines()[0][:200]
-                row = replace(row, failed=told)
-            yield row
+            if who in failed:
+                yield replace(row, failed=failed[who])
+            else:
+                yield replace(row, ms=took[who], peak_mib=peaks[who])
+
+
+def in_turns(
+    ready: Mapping[str, ModelSteps], step: str, dtype: torch.dtype, rounds: int
+) -> dict[str, float]:
+    """Median milliseconds of a step of each, one after the other in every round: hosts are now
+    quick, now slow.
+    """
+    runs = {who: functools.partial(one.milliseconds, step, dtype) for who, one in ready.items()}
+    times = measure.in_turns(runs, rounds, lambda run: run())
+    return {who: statistics.median(taken) for who, taken in times.items()}
 
 
 def _cells(row: ModelRow, rows: list[ModelRow]) -> tuple[str, ...]:

@@ -11,11 +11,12 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
+import itertools
 import json
 import random
 import statistics
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from insum.nn import SparseModule, SparseTensor
 from insum.nn.models import MINKUNET18, MinkUNet
 
 CHANNELS, CLASSES, CALLS, WARM = 4, 20, 20, 4
+OURS = "insum"
 #: Channels of a network that a CPU runs.
 NARROW = {"widths": (4,) * 8, "stem": (3, 4), "blocks": (1,) * 8}
 BATCHES = (1, 4)
@@ -95,6 +97,11 @@ class UNetCase:
         coords = torch.cat(parts)
         return coords, torch.randn(len(coords), CHANNELS, device=coords.device)
 
+    @property
+    def voxels(self) -> int:
+        """Of a batch."""
+        return self.batch * (len(self.base) - len(self.base) // 20)
+
     def precision(self) -> torch.autocast:
         device = self.base.device.type
         narrow = torch.float16 if device == "cuda" else torch.bfloat16
@@ -112,7 +119,7 @@ def add_options(parser: argparse._ArgumentGroup) -> None:
 def contenders(device: torch.device, skip: Callable[[str], bool]) -> Iterator[UNetContender]:
     sizes: dict[str, Any] = {"blocks": MINKUNET18} if device.type == "cuda" else NARROW
     torch.manual_seed(0)
-    yield UNetContender("insum", MinkUNet(CHANNELS, CLASSES, **sizes).to(device), _ours)
+    yield UNetContender(OURS, MinkUNet(CHANNELS, CLASSES, **sizes).to(device), _ours)
     makers = (
         (FLEXGEMM, FlexGemmUNet, _ours),
         (SPCONV, SpconvUNet, _spconvs),
@@ -217,7 +224,12 @@ class FlexGemmUNet(MinkUNet):
 
 
 class FlexGemmConv(SparseModule):
-    """A submanifold convolution whose maps are kept with the voxels."""
+    """A submanifold convolution whose maps are kept with the voxels.
+
+    Not its variant that splits long sums: that one is tuned for every number of parts, which takes
+    minutes for each network, cloud and precision, and helps where there are few voxels and the host
+    is waited for.
+    """
 
     MOST_OFFSETS = 32
 
@@ -230,7 +242,7 @@ class FlexGemmConv(SparseModule):
 
     def forward(self, x: SparseTensor) -> SparseTensor:
         ops = module("flex_gemm.ops.spconv")
-        ops.set_algorithm(ops.Algorithm.MASKED_IMPLICIT_GEMM_SPLITK)
+        ops.set_algorithm(ops.Algorithm.MASKED_IMPLICIT_GEMM)
         narrow = torch.is_autocast_enabled(x.device.type)
         kind = torch.get_autocast_dtype(x.device.type) if narrow else x.dtype
         maps = x.voxels.maps
@@ -251,42 +263,75 @@ class FlexGemmConv(SparseModule):
 # --- timing ---------------------------------------------------------------------------------------
 
 
-def measured(case: UNetCase, one: UNetContender, direction: str, calls: int) -> UNetRow:
-    device, drawn = case.base.device, random.Random(0)
-    backward = direction != "forward"
+class UNetSteps:
+    """Steps of one contender on clouds of a case."""
 
-    def step(x: Any) -> Tensor:
-        with case.precision(), torch.set_grad_enabled(backward):
-            out = one.forward(x)
-        if backward:
-            one.network.zero_grad()
+    def __init__(self, case: UNetCase, one: UNetContender, direction: str) -> None:
+        self.case, self.one, self.backward = case, one, direction != "forward"
+        self.device, self.drawn = case.base.device, random.Random(0)
+        for _ in range(WARM if self.device.type == "cuda" else 1):
+            self.fresh(*case.draw(self.drawn))
+        self.same = one.given(*case.draw(self.drawn), case.batch)
+        self.step(self.same)
+
+    def step(self, x: Any) -> Tensor:
+        with self.case.precision(), torch.set_grad_enabled(self.backward):
+            out = self.one.forward(x)
+        if self.backward:
+            self.one.network.zero_grad()
             out.float().sum().backward()  # type: ignore[no-untyped-call]
         return out
 
-    def fresh(coords: Tensor, features: Tensor) -> Tensor:
-        return step(one.given(coords, features, case.batch))
+    def fresh(self, coords: Tensor, features: Tensor) -> Tensor:
+        return self.step(self.one.given(coords, features, self.case.batch))
 
-    for _ in range(WARM if device.type == "cuda" else 1):
-        fresh(*case.draw(drawn))
-    with_maps = [
-        measure.once(functools.partial(fresh, *case.draw(drawn)), device) for _ in range(calls)
-    ]
-    coords, features = case.draw(drawn)
-    same = one.given(coords, features, case.batch)
-    step(same)
-    steady = [measure.once(lambda: step(same), device) for _ in range(calls)]
-    peak = measure.peak_mib(lambda: (fresh(coords, features),), device)
-    return UNetRow(
-        case.name,
-        len(coords),
-        case.batch,
-        measure.name_of(case.dtype),
-        direction,
-        one.name,
-        1e3 * statistics.median(steady),
-        1e3 * statistics.median(with_maps),
-        peak,
+    def with_maps(self) -> float:
+        """Milliseconds on a cloud that was never seen."""
+        run = functools.partial(self.fresh, *self.case.draw(self.drawn))
+        return 1e3 * measure.once(run, self.device)
+
+    def steady(self) -> float:
+        """Milliseconds on maps that are there."""
+        return 1e3 * measure.once(functools.partial(self.step, self.same), self.device)
+
+    def peak_mib(self) -> float | None:
+        coords, features = self.case.draw(self.drawn)
+        return measure.peak_mib(lambda: (self.fresh(coords, features),), self.device)
+
+
+def measured(
+    case: UNetCase, every: Sequence[UNetContender], direction: str, calls: int
+) -> list[UNetRow]:
+    """All contenders, in turns: hosts are now quick, now slow. A rival that fails is told of, and
+    hides no other.
+    """
+    blank = UNetRow(
+        case.name, case.voxels, case.batch, measure.name_of(case.dtype), direction, "nobody"
     )
+    ready, failed = dict[str, UNetSteps](), dict[str, str]()
+    for one in every:
+        try:
+            ready[one.name] = UNetSteps(case, one, direction)
+        except Exception as wrong:
+            if one.name == OURS:
+                raise
+            failed[one.name] = f"{type(wrong).__name__}: {wrong}".splitlines()[0][:200]
+    fresh, steady = (
+        measure.in_turns({n: getattr(one, how) for n, one in ready.items()}, calls, lambda r: r())
+        for how in ("with_maps", "steady")
+    )
+    rows = [
+        replace(
+            blank,
+            contender=name,
+            steady_ms=statistics.median(steady[name]),
+            fresh_ms=statistics.median(fresh[name]),
+            peak_mib=one.peak_mib(),
+            error=error_of(case, one.one) if name == OURS and not one.backward else None,
+        )
+        for name, one in ready.items()
+    ]
+    return rows + [replace(blank, contender=name, failed=why) for name, why in failed.items()]
 
 
 def error_of(case: UNetCase, one: UNetContender) -> float:
@@ -331,29 +376,20 @@ def run(study: Study) -> int:
     absent = missing("unet", study.device)
     for one in absent:
         print(f"{one.name} is not measured: {one.reason}")
-    for case, direction, contender in _wanted(study, every):
-        if (*_key(case, direction), contender.name) in rows:
+    for case, direction in itertools.product(cases(study), ("forward", "forward+backward")):
+        if all((*_key(case, direction), one.name) in rows for one in every):
             continue
         if not study.has_time():
             print("the time is up; the same command goes on from here")
             break
-        row = _row(case, contender, direction, calls)
-        rows[row.key] = row
-        print("  ".join(_cells(row)), flush=True)
+        for row in measured(case, every, direction, calls):
+            rows[row.key] = row
+            print("  ".join(_cells(row)), flush=True)
         kept = [asdict(row) for row in rows.values()]
         study.keep(calls=calls, rows=kept, missing=[asdict(one) for one in absent])
     print("\n".join(aligned([HEAD, *map(_cells, rows.values())])))
     print(f"written: {study.file}")
     return int(any(row.error is not None and not row.error < 3e-2 for row in rows.values()))
-
-
-def _wanted(
-    study: Study, every: list[UNetContender]
-) -> Iterator[tuple[UNetCase, str, UNetContender]]:
-    for case in cases(study):
-        for direction in ("forward", "forward+backward"):
-            for one in every:
-                yield case, direction, one
 
 
 def _key(case: UNetCase, direction: str) -> tuple[object, ...]:
@@ -365,20 +401,6 @@ def _read(file: Path) -> list[UNetRow]:
         return []
     found = json.loads(file.read_text(encoding="utf-8")).get("rows", [])
     return [UNetRow(**row) for row in found]
-
-
-def _row(case: UNetCase, one: UNetContender, direction: str, calls: int) -> UNetRow:
-    """A rival that fails is told of, and hides no other."""
-    try:
-        row = measured(case, one, direction, calls)
-        ours = one.name == "insum" and direction == "forward"
-        return UNetRow(**{**asdict(row), "error": error_of(case, one) if ours else None})
-    except Exception as wrong:
-        if one.name == "insum":
-            raise
-        told = f"{type(wrong).__name__}: {wrong}".splitlines()[0][:200]
-        kind = measure.name_of(case.dtype)
-        return UNetRow(case.name, 0, case.batch, kind, direction, one.name, failed=told)
 
 
 def _cells(row: UNetRow) -> tuple[str, ...]:
