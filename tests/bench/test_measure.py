@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -231,3 +233,37 @@ def test_what_no_cuda_graph_can_hold_is_timed_with_events(monkeypatch: pytest.Mo
     )
     monkeypatch.setattr(measure.timing, "replay_timer", lambda device: lambda run, repeat: 500.0)
     assert clock(lambda: (), gpu) == (0.5, "CUDA graph")
+
+
+def test_runs_that_share_a_device_measure_while_nobody_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INSUM_BENCH_TURNS", str(tmp_path / "turns"))
+    done: list[str] = []
+    both_compile, waits = threading.Barrier(2), threading.Event()
+
+    def one() -> None:
+        with measure.set_up():
+            both_compile.wait(60)  # side by side with the other
+            waits.wait(60)
+            done.append("compiled")
+
+    def other() -> None:
+        with measure.set_up():
+            both_compile.wait(60)
+        waits.set()
+        with measure.turn():
+            done.append("measured")
+
+    threads = [threading.Thread(target=run) for run in (one, other)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert done == ["compiled", "measured"]
+
+
+def test_runs_of_their_own_wait_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("INSUM_BENCH_TURNS", raising=False)
+    with measure.set_up(), measure.turn():
+        pass

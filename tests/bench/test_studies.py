@@ -167,6 +167,21 @@ def test_unet_of_flexgemm(narrow: bool, monkeypatch: pytest.MonkeyPatch) -> None
     assert all(p.grad is not None for p in network.parameters())
 
 
+def test_a_rival_of_the_unet_that_fails_is_told_of_and_hides_nobody() -> None:
+    base = data.cloud("pc-pcl-room_scan1", None, CPU, 60)
+    case = unet.UNetCase("a scene", base - base.amin(0), 1, torch.float32)
+
+    def refused(*_: object) -> object:
+        raise ValueError("no voxels for me\nand more of that")
+
+    every = list(unet.contenders(CPU, lambda name: True))
+    every.append(unet.UNetContender("theirs", torch.nn.Identity(), refused))
+    ours, theirs = unet.measured(case, every, "forward", 1)
+    assert ours.steady_ms > 0 and ours.error is not None and ours.error < 1e-5
+    assert theirs.failed == "ValueError: no voxels for me"
+    assert unet._cells(theirs)[5] == theirs.failed
+
+
 def test_unet_of_a_scene_too_wide_for_rivals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
