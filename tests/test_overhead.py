@@ -21,6 +21,7 @@ from torch import Tensor
 
 import insum
 from insum import facts, memory
+from insum.bench.equivariant import inputs as products_along_edges
 from insum.formats import GroupCOO
 from insum.fusion.op import Spec
 from insum.nn import (
@@ -37,6 +38,7 @@ from insum.nn import (
     TensorProductConv,
 )
 from insum.nn.models import MINKUNET18, MinkUNet
+from insum.nn.patterns import arrays_of
 from insum.runtime.bound_launch import BoundLaunch
 from insum.runtime.handwritten.kernel import Handwritten
 from insum.runtime.handwritten.reaching import Ranked
@@ -722,3 +724,21 @@ def test_index_tensors_that_come_back_are_looked_at_in_few_operations() -> None:
     ops = torch_ops(lambda: facts.numbers_of(edges))
     assert sum(ops[f"aten::{name}"] for name in ("sort", "ge", "ne", "stack", "all", "cat")) == 6
     assert ops.total() <= 18, ops
+
+
+def test_a_new_class_of_sizes() -> None:
+    """It is planned anew, with every place of its pattern: that must not be felt as a hiccup."""
+    layer = products_along_edges(2, 8, 20, torch.device("cpu")).conv
+    own = str(Path(insum.__file__).parent)
+    sizes = layer.irreps_in1.dim, layer.irreps_in2.dim, layer.weight_numel
+
+    def call(edges: int) -> None:
+        ends = torch.randint(0, edges // 10, (2, edges))
+        x, y, w = (torch.randn(n, d) for n, d in zip((edges // 10, edges, edges), sizes))
+        layer(x, y, ends, w)
+
+    for edges in (1000, 1010, 1020):
+        call(edges)
+    points = len(arrays_of(layer, 0)["V"])
+    calls = python_calls(lambda: call(9000), own)
+    assert calls.total() <= 150 * points, (calls.total(), points, calls.most_common(10))

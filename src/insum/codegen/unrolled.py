@@ -62,16 +62,30 @@ def parts(plan: Plan) -> list[Plan]:
     assert pattern is not None
     if len(pattern.points) <= LONG or not (plan.roles.loops or plan.roles.k) or plan.beside:
         return [plan]  # without sums nothing is held but what is read
-    leader = {point: max(point[1], key=lambda f: len(variables(f))) for point in pattern.points}
-    part: dict[Expr, int] = {}  # of outputs and largest factors
-    for number, point in enumerate(pattern.points):
-        old = {part[e] for e in (point[0], leader[point]) if e in part}
-        part |= dict.fromkeys((point[0], leader[point]), number) | {
-            e: number for e, n in part.items() if n in old
-        }
+    # Points are led together by numbers: expressions are long to compare.
+    numbers: dict[Expr, int] = {}
+    group: list[int] = []
+
+    def first_of(number: int) -> int:
+        while group[number] != number:
+            number = group[number]
+        return number
+
+    def number_of(expr: Expr) -> int:
+        number = numbers.setdefault(expr, len(group))
+        if number == len(group):
+            group.append(number)
+        return first_of(number)
+
+    firsts = []
+    for target, factors in pattern.points:
+        one = number_of(target)
+        other = number_of(max(factors, key=lambda f: len(variables(f))))
+        group[max(one, other)] = min(one, other)
+        firsts.append(one)
     found: dict[int, list[PatternPoint]] = {}
-    for point in pattern.points:
-        found.setdefault(part[point[0]], []).append(point)
+    for point, number in zip(pattern.points, firsts):
+        found.setdefault(first_of(number), []).append(point)
     return [
         replace(plan, pattern=replace(pattern, points=tuple(points))) for points in found.values()
     ]

@@ -191,13 +191,20 @@ def _at(tensor: str, var: str) -> Access:
 
 
 def _beside(number: int, one: Planned, walk: EntryWalk) -> Beside:
+    pattern = _pattern(one)
+    known: dict[int, Expr] = {}  # points share their expressions
+
+    def once(expr: Expr) -> Expr:
+        if id(expr) not in known:
+            known[id(expr)] = walk(expr)
+        return known[id(expr)]
+
     def walked(point: PatternPoint) -> PatternPoint:
         target, factors = point
-        place = walk(target)
+        place = once(target)
         assert isinstance(place, Access)
-        return place, tuple(walk(f) for f in factors)
+        return place, tuple(map(once, factors))
 
-    pattern = _pattern(one)
     return Beside(beside(number), replace(pattern, points=tuple(map(walked, pattern.points))))
 
 

@@ -13,7 +13,7 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from insum.bounded import keep
 from insum.compat.locks import renew_in_children
 from insum.plan.config import Choice, Config
 from insum.plan.draft import Planned
+from insum.plan.plan import PatternPoint
 from insum.plan.sizes import power_of_two
 from insum.runtime import disk, launch
 from insum.settings import SettingValues, settings
@@ -129,11 +130,18 @@ def plan_text(planned: Planned) -> str:
         str(plan.numbers),
     ]
     if plan.pattern:
-        points = "\n".join(
-            f"{target} {' '.join(map(str, factors))}" for target, factors in plan.pattern.points
-        )
-        parts.append(hashlib.sha256(points.encode()).hexdigest()[:16])
+        parts.append(hashlib.sha256(_points_text(plan.pattern.points).encode()).hexdigest()[:16])
     return " | ".join(parts)
+
+
+def _points_text(points: Sequence[PatternPoint]) -> str:
+    """A line for each point, whose expressions are shared by many."""
+    every = {id(e): e for target, factors in points for e in (target, *factors)}
+    texts = {number: str(expr) for number, expr in every.items()}
+    return "\n".join(
+        f"{texts[id(target)]} {' '.join(texts[id(f)] for f in factors)}"
+        for target, factors in points
+    )
 
 
 def size_class(planned: Planned) -> str:

@@ -40,7 +40,7 @@ from insum.plan.strategies.segmenting import segments
 from insum.plan.strategies.sharing import shared, shared_rows
 from insum.plan.strategies.sorting import sorted_first, sorted_for_heavy_rows
 from insum.plan.strategies.storing import unique
-from insum.plan.strategies.unrolling import constants_of, nested, unrolled
+from insum.plan.strategies.unrolling import nested, unrolled, unrolled_variables
 from insum.plan.strategies.windowing import gathered_windows
 from insum.plan.substitution import Scatter, scatter_of
 
@@ -65,7 +65,7 @@ def plan(subject: Subject) -> Planned:
     """Choose a strategy for one product of a statement and rewrite the product for it."""
     check_supported(subject)
     draft = first_draft(subject)
-    if constants_of(subject, draft) is None:  # what is constant needs no tiles
+    if not unrolled_variables(subject, draft):  # what is constant needs no tiles
         planned = shared(subject, draft)
         if planned is not None:
             return planned

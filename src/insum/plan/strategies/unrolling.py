@@ -6,11 +6,12 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from insum.lang.expr import (
     Access,
     Affine,
+    Atom,
     Expr,
     Number,
     Statement,
@@ -42,6 +43,9 @@ SUMMED_UP_TO = 256
 AT_ONCE = 1024
 #: ... and in all: a warp reads two of them.
 FEW_AT_ONCE = 256
+
+
+Terms: TypeAlias = tuple[tuple[int, Atom], ...]
 
 
 @dataclass(frozen=True)
@@ -141,27 +145,36 @@ def _in_rows(subject: Subject, draft: Draft, scatter: Scatter, found: Constants)
 
 
 def constants_of(subject: Subject, draft: Draft) -> Constants | None:
-    """The index tensors of a product that may become code, if there are any."""
+    """The product at every point of index tensors that may become code, if there are any."""
+    exact = unrolled_variables(subject, draft)
+    names = tuple(n for n in index_names(subject) if _may_be_code(subject, n))
+    values = {n: subject.ask(AskValues(n)) for n in names} if exact else {}
+    if not exact or any(v is None for v in values.values()):
+        return None
+    coefficients = _coefficients(subject, draft, tuple(exact))
+    points = tuple(_points(draft, exact, values, coefficients))
+    return Constants(names, points, exact, values, coefficients) if points else None
+
+
+def unrolled_variables(subject: Subject, draft: Draft) -> dict[str, int]:
+    """The variables that index tensors of a product run over which may become code, and how many
+    values each has; empty where none may.
+    """
     wished = subject.wishes.settings.scatter
     if subject.reduce != "sum" or wished not in ("auto", "unrolled") or subject.sizes.general:
-        return None
-    names = tuple(n for n in index_names(subject) if _may_be_code(subject, n, wished))
+        return {}
+    names = tuple(n for n in index_names(subject) if _may_be_code(subject, n))
     reads = _index_reads(subject)
     over = tuple(dict.fromkeys(v for a in reads if a.tensor in names for v in variables(a)))
     beside = {v for a in reads if a.tensor not in names for v in variables(a)}
     if not names or set(over) & beside or draft.padded - set(names):
-        return None
+        return {}
     if set(over) & {i.var for i in draft.target.indices if i.var}:
-        return None
+        return {}
     exact = {v: int(subject.ask(AskExact(v))) for v in over}
     if math.prod(exact.values()) > UNROLL_POINTS or not _are_places(subject, names):
-        return None
-    values = {n: subject.ask(AskValues(n)) for n in names}
-    if any(v is None for v in values.values()):
-        return None
-    coefficients = _coefficients(subject, draft, over)
-    points = tuple(_points(draft, exact, values, coefficients))
-    return Constants(names, points, exact, values, coefficients) if points else None
+        return {}
+    return exact
 
 
 def _coefficients(subject: Subject, draft: Draft, over: tuple[str, ...]) -> dict[str, Any]:
@@ -188,12 +201,12 @@ def _are_places(subject: Subject, names: tuple[str, ...]) -> bool:
     )
 
 
-def _may_be_code(subject: Subject, name: str, wished: str) -> bool:
+def _may_be_code(subject: Subject, name: str) -> bool:
     if not subject.is_tensor(name) or subject.may_wrap(name):
         return False  # a Python number is not known when code is written
     if subject.sizes.numel[name] > 2 * UNROLL_POINTS:
         return False
-    known = subject.known(name)
+    known, wished = subject.known(name), subject.wishes.settings.scatter
     return wished == "unrolled" or known is not None and known.constant
 
 
@@ -299,55 +312,82 @@ def _points(
     values: Mapping[str, Any],
     coefficients: Mapping[str, Any],
 ) -> Iterator[PatternPoint]:
+    """The product at every place of the unrolled variables that is not absent. A new class of sizes
+    is planned anew, and a pattern has hundreds of places: nothing is made twice.
+    """
+    at = AtPlace(draft, exact, values, coefficients)
     for place in itertools.product(*(range(n) for n in exact.values())):
-        at = dict(zip(exact, place, strict=True))
-        present = [True]
-        exprs = [
-            _constant(e, at, values, coefficients, draft.padded, present)
-            for e in (draft.target, *draft.factors)
-        ]
-        if present[0]:
-            yield exprs[0], tuple(exprs[1:])  # type: ignore[misc]
+        exprs = at.place(place)
+        if exprs is not None:
+            yield exprs[0], exprs[1:]  # type: ignore[misc]
 
 
-def _constant(
-    expr: Expr,
-    at: Mapping[str, int],
-    values: Mapping[str, Any],
-    coefficients: Mapping[str, Any],
-    padded: frozenset[str],
-    present: list[bool],
-) -> Expr:
-    """The expression at one point of the unrolled variables, its index tensors and coefficients
-    replaced by their values.
+class AtPlace:
+    """The target and the factors of a product at places of the unrolled variables, their index
+    tensors and coefficients replaced by their values.
     """
 
-    def looked_up(access: Access, among: Mapping[str, Any]) -> Any:
-        found = among[access.tensor]
-        for index in access.indices:
-            found = found[index.offset + sum(c * value(a) for c, a in index.terms)]
+    def __init__(
+        self,
+        draft: Draft,
+        exact: Mapping[str, int],
+        values: Mapping[str, Any],
+        coefficients: Mapping[str, Any],
+    ) -> None:
+        self.exprs = (draft.target, *draft.factors)
+        self.padded, self.names = draft.padded, tuple(exact)
+        self.values, self.coefficients = values, coefficients
+        self.at: dict[str, int] = {}
+        self.absent = False
+        #: Of every access its indices: what of each is left, its offset, and what is replaced.
+        self.parts = {id(a): [self.cut(i) for i in a.indices] for a in self.outermost()}
+        self.made: dict[tuple[int, ...], Access] = {}
+
+    def outermost(self) -> Iterator[Access]:
+        return (a for e in self.exprs for a in accesses(e, nested=False))
+
+    def place(self, place: tuple[int, ...]) -> tuple[Expr, ...] | None:
+        """None where the place is one of padding."""
+        self.at, self.absent = dict(zip(self.names, place)), False
+        found = tuple(rewrite(e, self.replaced) for e in self.exprs)
+        return None if self.absent else found
+
+    def cut(self, index: Affine) -> tuple[Terms, int, Terms]:
+        fixed = tuple(term for term in index.terms if self.is_fixed(term[1]))
+        left = tuple(term for term in index.terms if term not in fixed)
+        return left, index.offset, fixed
+
+    def is_fixed(self, atom: Atom) -> bool:
+        return atom.name in self.names if isinstance(atom, Var) else atom.tensor in self.values
+
+    def replaced(self, access: Access) -> Expr:
+        if access.tensor in self.coefficients:
+            return Number(float(self.looked_up(access, self.coefficients)))
+        parts = self.parts[id(access)]
+        offsets = [self.offset(offset, fixed) for _, offset, fixed in parts]
+        key = (id(access), *offsets)
+        found = self.made.get(key)
+        if found is None:
+            indices = (Affine(left, at) for (left, _, _), at in zip(parts, offsets))
+            found = self.made[key] = Access(access.tensor, tuple(indices))
         return found
 
-    def value(atom: Var | Access) -> int:
+    def offset(self, offset: int, fixed: Terms) -> int:
+        for count, atom in fixed:
+            offset += count * self.value(atom)
+        return offset
+
+    def value(self, atom: Atom) -> int:
         if isinstance(atom, Var):
-            return at[atom.name]
-        found = looked_up(atom, values)
-        if found < 0 and atom.tensor in padded:
-            present[0] = False
+            return self.at[atom.name]
+        found = self.looked_up(atom, self.values)
+        if found < 0 and atom.tensor in self.padded:
+            self.absent = True
             return 0
         return int(found)
 
-    def is_free(atom: Var | Access) -> bool:
-        return atom.name not in at if isinstance(atom, Var) else atom.tensor not in values
-
-    def index(old: Affine) -> Affine:
-        free = tuple((c, a) for c, a in old.terms if is_free(a))
-        fixed = sum(c * value(a) for c, a in old.terms if not is_free(a))
-        return Affine(free, old.offset + fixed)
-
-    def outer(access: Access) -> Expr:
-        if access.tensor in coefficients:
-            return Number(float(looked_up(access, coefficients)))
-        return Access(access.tensor, tuple(index(i) for i in access.indices))
-
-    return rewrite(expr, outer)
+    def looked_up(self, access: Access, among: Mapping[str, Any]) -> Any:
+        found = among[access.tensor]
+        for index in access.indices:
+            found = found[self.offset(index.offset, index.terms)]
+        return found
