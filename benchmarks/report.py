@@ -335,7 +335,8 @@ def unet_lines(result: dict[str, Any]) -> list[str]:
         f"{result['device']}, torch {_torch(result)}, {result['date']}. Medians of "
         f"{result['calls']} steps, wall time from an idle device to an idle device: on maps that "
         "are there, and on clouds that are new at every step, maps included; memory at the peak of "
-        "such a step. float16 is autocast.",
+        "such a step. float16 is autocast; tf32: products of float32, by all of them.",
+        *result.get("notes", ()),
         "",
         *_head(
             "cloud", ">voxels", ">batch", "dtype", "", "contender",

@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from insum.runtime import compiling
-from insum.runtime.handwritten import gating, grouping, hashing, loops, mixing, packs, reaching
+from insum.runtime.handwritten import (
+    gating,
+    grouping,
+    hashing,
+    looking,
+    loops,
+    mixing,
+    packs,
+    reaching,
+)
 from insum.runtime.handwritten.kernel import Handwritten
 
 pytestmark = pytest.mark.compile_only
@@ -44,6 +53,7 @@ KERNELS: dict[str, tuple[Handwritten, list[tuple[torch.dtype, ...]]]] = {
     "reach": (reaching._REACHERS[4], [(I32, I32, I32, I64, I64, I32, I64)]),
     "firsts": (reaching._FIRSTS, [(I64, I32, I64)]),
     "places": (reaching._PLACERS[4], [(I64, I32, I64, I64)]),
+    "look": (looking._LOOK, [(kind, I64) for kind in (I32, I64, torch.int16, torch.uint8)]),
     "bits": (packs._BITS, [(table, I32, words) for table in (I32, I64) for words in (I32, I64)]),
     "count words": (packs._COUNT, [(I32, I32)]),
     "place words": (packs._PLACE, [(I32, I32, I64)]),
@@ -151,7 +161,7 @@ def test_the_list_is_complete() -> None:
     known = {kernel.name for kernel, _ in KERNELS.values()}
     every = [
         thing
-        for module in (gating, grouping, hashing, mixing, packs, loops, reaching)
+        for module in (gating, grouping, hashing, looking, mixing, packs, loops, reaching)
         for _, thing in inspect.getmembers(module)
         if isinstance(thing, Handwritten)
     ]

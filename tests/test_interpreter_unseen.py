@@ -150,8 +150,8 @@ def test_deterministic_mode_sorts(
 class Late:
     """Numbers that a device has sent, and that arrive after a while."""
 
-    def __init__(self, numbers: Tensor) -> None:
-        self._numbers, self._asked = numbers.tolist(), 0
+    def __init__(self, numbers: Tensor, sorts: bool = True) -> None:
+        self._numbers, self._asked, self.sorts = numbers.tolist(), 0, sorts
 
     def is_there(self) -> bool:
         self._asked += 1

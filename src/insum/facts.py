@@ -7,6 +7,7 @@ device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from insum.compat.placed import is_placed, local_of
 from insum.compat.streams import is_recorded
 
 #: torch finds no least and greatest of these, and does not sort them.
-_UNORDERED = (torch.uint16, torch.uint32, torch.uint64)
+UNORDERED = (torch.uint16, torch.uint32, torch.uint64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +86,18 @@ SEEN_AGAIN = 4
 _AT_ONCE, _SORTED_UP_TO = 1 << 24, 1 << 26
 
 
-def known_now(tensor: Tensor, entry: memory.Entry | None = None) -> IndexFacts | None:
+def known_now(
+    tensor: Tensor,
+    entry: memory.Entry | None = None,
+    look: Callable[[Tensor], Tensor] | None = None,
+) -> IndexFacts | None:
     """The facts that a call can have without waiting for the device, which counts as having met
     the tensor once more.
 
     On the CPU, and of tensors that were declared to come back, they are found out at once. Others
     are looked at once they have come back a few times; the answer is there for a later call.
+    ``look``: gives numbers that tell nothing of values that come twice, unless all are in order.
+    Without it, and where none may come twice, a sort tells.
     """
     entry = memory.entry_of(tensor) if entry is None else entry
     facts: IndexFacts | None = entry.get("facts") if entry.things else None
@@ -101,20 +108,34 @@ def known_now(tensor: Tensor, entry: memory.Entry | None = None) -> IndexFacts |
         return None
     coming: Coming | None = entry.get("facts, coming")
     if coming is not None:
-        return entry.keep("facts", from_numbers(coming.numbers())) if coming.is_there() else None
+        return _arrived(tensor, entry, coming) if coming.is_there() else None
     entry.sights += 1
     if entry.sights >= SEEN_AGAIN and tensor.numel() and not is_recorded(tensor.device):
+        with untracked():
+            numbers = numbers_of(tensor) if look is None else look(tensor)
+            entry.keep("facts, coming", Coming(numbers, sorts=look is None))
+    return None
+
+
+def _arrived(tensor: Tensor, entry: memory.Entry, coming: Coming) -> IndexFacts | None:
+    """The facts, unless a sort has to tell whether a value comes twice."""
+    facts = from_numbers(coming.numbers())
+    enough = facts.high - facts.low + 1 >= tensor.numel()  # values, for all to be different
+    if coming.sorts or facts.sorted or not enough or tensor.numel() > _SORTED_UP_TO:
+        return entry.keep("facts", facts)
+    if not is_recorded(tensor.device):
         with untracked():
             entry.keep("facts, coming", Coming(numbers_of(tensor)))
     return None
 
 
 class Coming:
-    """Numbers on their way from a device to the host."""
+    """Numbers on their way from a device to the host. ``sorts``: a sort has told them."""
 
-    __slots__ = ("_done", "_host")
+    __slots__ = ("_done", "_host", "sorts")
 
-    def __init__(self, numbers: Tensor) -> None:
+    def __init__(self, numbers: Tensor, sorts: bool = True) -> None:
+        self.sorts = sorts
         self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.is_cuda)
         self._host.copy_(numbers, non_blocking=True)
         self._done: Any = None
@@ -146,7 +167,7 @@ def numbers_of(tensor: Tensor) -> Tensor:
     flat = tensor.detach().reshape(-1)
     if flat.numel() > _SORTED_UP_TO:
         return _without_sorting(flat)
-    flat = flat.long() if flat.dtype in _UNORDERED else flat
+    flat = flat.long() if flat.dtype in UNORDERED else flat
     ranked = flat.sort().values
     told = torch.stack([flat[1:] >= flat[:-1], ranked[1:] != ranked[:-1]]).all(1)
     return torch.cat([ranked[:1], ranked[-1:], told.to(ranked.dtype)]).long()
@@ -164,7 +185,7 @@ def _without_sorting(flat: Tensor) -> Tensor:
 def _part_of(flat: Tensor, start: int) -> Tensor:
     """The same of a part, and of the step to the next one."""
     part = flat[start : start + _AT_ONCE + 1]
-    part = part.long() if part.dtype in _UNORDERED else part
+    part = part.long() if part.dtype in UNORDERED else part
     low, high = torch.aminmax(part)
     before, after = part[:-1], part[1:]
     ordered, strictly = (after >= before).all(), (after > before).all()
@@ -172,7 +193,13 @@ def _part_of(flat: Tensor, start: int) -> Tensor:
 
 
 def from_numbers(numbers: list[int]) -> IndexFacts:
-    low, high, ordered, unique = numbers
+    """Of the numbers of a tensor, or of its parts behind each other.
+
+    >>> from_numbers([0, 2, 1, 1, 3, 7, 1, 0])
+    IndexFacts(low=0, high=7, sorted=True, unique=False, padded=False, constant=False)
+    """
+    lows, highs, in_order, different = (numbers[n::4] for n in range(4))
+    low, high, ordered, unique = min(lows), max(highs), min(in_order), min(different)
     return IndexFacts(low, high, bool(ordered), bool(unique), padded=low < 0)
 
 

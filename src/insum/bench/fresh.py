@@ -31,6 +31,8 @@ from insum.runtime import launch
 
 TITLE = "calls on new data"
 CALLS, WARM, SPREAD = 200, 10, 0.25
+#: How far clouds are moved.
+MOVED = 1000
 #: Nodes, edges and columns of the graphs; voxels and channels of the clouds; edges and channels of
 #: the tensor product; and all of them where there is no GPU.
 SIZES = {"nodes": 20_000, "edges": 200_000, "columns": 128, "voxels": 90_000, "channels": 64}
@@ -104,7 +106,7 @@ class DataSizes:
         wanted = self.near("voxels", drawn)
         first = drawn.randrange(max(1, base.shape[0] - wanted))
         part = base[first : first + wanted]
-        part = part[:, drawn.sample(range(3), 3)] + drawn.randrange(1000)
+        part = part[:, drawn.sample(range(3), 3)] + drawn.randrange(MOVED)
         coords = nn.functional.pad(part, (1, 0)).int()
         kind = torch.float16 if self.device.type == "cuda" else torch.float32
         features = torch.randn(len(coords), self.of["channels"], device=self.device, dtype=kind)
@@ -123,14 +125,16 @@ class DataSizes:
 
 
 def scene(sizes: DataSizes) -> Tensor:
-    """Voxels of a cloud, and of copies beside it where it is too small for the largest part."""
+    """Voxels of a cloud, and of copies beside it where it is too small for the largest part; none
+    is at a negative place, which FlexGEMM does not see.
+    """
     names = data.cloud_names(sizes.place)
     name = next((n for n in names if "lidar" in n.lower()), names[-1])
     base = data.cloud(name, sizes.place, sizes.device)
     needed = math.ceil(2 * sizes.of["voxels"] / base.shape[0])
     width = int(base[:, 0].max() - base[:, 0].min()) + 10
     step = torch.tensor([width, 0, 0], device=base.device)
-    return torch.cat([base + k * step for k in range(needed)])
+    return torch.cat([base - base.amin(0) + k * step for k in range(needed)])
 
 
 # --- cases ----------------------------------------------------------------------------------------
@@ -198,7 +202,8 @@ def _cloud_cases(sizes: DataSizes) -> Iterator[FreshCase]:
 
     contenders = [FreshContender("insum", one, False)]
     if not FLEXGEMM.absent(sizes.device):
-        contenders.append(FreshContender("FlexGEMM", flexgemm(layers[0].weight.detach())))  # type: ignore[operator]
+        theirs = flexgemm(layers[0].weight.detach(), int(base.max()) + MOVED)  # type: ignore[operator]
+        contenders.append(FreshContender("FlexGEMM", theirs))
     yield FreshCase("map and convolution, new cloud", 0.40, draw, tuple(contenders), exact)
     both = lambda coords, features: layers(SparseTensor(coords, features)).features
     step = FreshContender("insum", training(both, layers), False)
@@ -273,14 +278,14 @@ def exact_convolution(coords: Tensor, features: Tensor, weight: Tensor) -> Tenso
     return result
 
 
-def flexgemm(weight: Tensor) -> Callable[..., Tensor]:
+def flexgemm(weight: Tensor, extent: int) -> Callable[..., Tensor]:
     ops = module("flex_gemm.ops.spconv")
     ops.set_algorithm(ops.Algorithm.MASKED_IMPLICIT_GEMM_SPLITK)
     theirs = weight.permute(2, 0, 1).reshape(weight.shape[2], 3, 3, 3, weight.shape[1]).contiguous()
 
     def call(coords: Tensor, features: Tensor) -> Tensor:
         # the extent of a scene is known to whoever made it: it is not looked for in the clouds
-        shape = torch.Size([1, weight.shape[1], 4096, 4096, 4096])
+        shape = torch.Size([1, weight.shape[1], extent, extent, extent])
         out: Tensor = ops.sparse_submanifold_conv3d(features, coords, shape, weight=theirs)[0]
         return out
 

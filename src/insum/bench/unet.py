@@ -9,6 +9,7 @@ again, so that the same command goes on where the time was up.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import functools
 import itertools
@@ -102,10 +103,27 @@ class UNetCase:
         """Of a batch."""
         return self.batch * (len(self.base) - len(self.base) // 20)
 
+    @property
+    def kind(self) -> str:
+        """What products are computed in: FlexGEMM and spconv take TF32 for those of float32."""
+        wide = self.dtype is torch.float32 and self.base.is_cuda
+        return "tf32" if wide else measure.name_of(self.dtype)
+
     def precision(self) -> torch.autocast:
         device = self.base.device.type
         narrow = torch.float16 if device == "cuda" else torch.bfloat16
         return torch.autocast(device, narrow, enabled=self.dtype is not torch.float32)
+
+
+@contextlib.contextmanager
+def products_in(kind: str) -> Iterator[None]:
+    """Products of float32, those of backward passes too, are computed in TF32, or as they were."""
+    was = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if kind == "tf32" else was)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(was)
 
 
 def add_options(parser: argparse._ArgumentGroup) -> None:
@@ -305,9 +323,7 @@ def measured(
     """All contenders, in turns: hosts are now quick, now slow. A rival that fails is told of, and
     hides no other.
     """
-    blank = UNetRow(
-        case.name, case.voxels, case.batch, measure.name_of(case.dtype), direction, "nobody"
-    )
+    blank = UNetRow(case.name, case.voxels, case.batch, case.kind, direction, "nobody")
     ready, failed = dict[str, UNetSteps](), dict[str, str]()
     for one in every:
         try:
@@ -382,7 +398,9 @@ def run(study: Study) -> int:
         if not study.has_time():
             print("the time is up; the same command goes on from here")
             break
-        for row in measured(case, every, direction, calls):
+        with products_in(case.kind):
+            found = measured(case, every, direction, calls)
+        for row in found:
             rows[row.key] = row
             print("  ".join(_cells(row)), flush=True)
         kept = [asdict(row) for row in rows.values()]
@@ -393,7 +411,7 @@ def run(study: Study) -> int:
 
 
 def _key(case: UNetCase, direction: str) -> tuple[object, ...]:
-    return case.name, case.batch, measure.name_of(case.dtype), direction
+    return case.name, case.batch, case.kind, direction
 
 
 def _read(file: Path) -> list[UNetRow]:

@@ -41,6 +41,7 @@ from insum.runtime import cache, classify
 from insum.runtime.answers import Answers, summary_of
 from insum.runtime.check import live_uses
 from insum.runtime.handwritten import packs
+from insum.runtime.handwritten.looking import looked_at
 from insum.runtime.program import Program, Refusal
 from insum.runtime.prologue.prologue import Prologue
 from insum.runtime.ready import NotYet, Ready, ready
@@ -172,7 +173,10 @@ def _is_known(
         if not settled and "facts" in entry.things:
             continue
         tensor: Any = values[name]
-        known = _is_settled(tensor, entry) if settled else known_now(tensor, entry) is not None
+        if settled:
+            known = _is_settled(tensor, entry)
+        else:
+            known = known_now(tensor, entry, looked_at) is not None
         all_known = known and all_known
     return all_known
 
