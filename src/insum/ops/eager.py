@@ -426,8 +426,9 @@ def pull_back(
                 for name, leaf in spec.leaves.items():
                     values[name] = _CastBefore.apply(leaf, values[name])  # type: ignore[no-untyped-call]
         calls = None if call is None else _found_calls(call, saved, upstream)
+        on_host = calls is not None and call is not None and call.prepared.on_host
         initial, found = gradients(
-            known, values, upstream, wanted, result, held, _run_derived, calls
+            known, values, upstream, wanted, result, held, _run_derived, calls, on_host
         )
     finally:
         settings.let_go(token)

@@ -7,6 +7,7 @@ looks up and runs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -24,6 +25,7 @@ from insum.lang.measure import SizeKeys
 from insum.lang.parser import parse
 from insum.lang.problem import kind_of
 from insum.lang.repeat import repetition_of
+from insum.ops.common_factors import common_factors
 from insum.plan.path import AUTO, is_path
 
 #: Runs a statement, of which the kinds of calls are known, on these values and sizes.
@@ -138,29 +140,96 @@ def gradients(
     held: Tensor | None,
     run: StatementRunner,
     calls: FoundCalls | None = None,
+    on_host: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """What reaches the initial value, and each tensor that is ``wanted``. ``result``, and where it
     ``held`` its initial value, matter for ``max=`` and ``min=`` only. ``calls``: as `Derived` has
-    them.
+    them. ``on_host``: torch operations compute what is derived, and nothing is recorded.
     """
     to_initial = upstream
     if result is not None:
         upstream, to_initial = _shared(call, values, upstream, result, held, run)
-    found = {}
+    found, common = {}, None
+    once = _computed_once(call, values, wanted, upstream) if on_host else None
     for name in wanted:
         source = values[name]
         assert isinstance(source, Tensor)
         key = name, upstream.dtype, call.dtypes.get(name)
         rule = call.rules.get(key) or _rule(call, values, *key)
         known = {**values, rule.upstream: upstream, rule.result: result}
+        statements = rule.statements
+        if once is not None:
+            if common is None:
+                common = once.value(known, once.shape(call.extents), call.extents, run, calls)
+            known[once.name], statements = common, once.readers[name]
         total: Tensor | None = None
-        for one in rule.statements:
+        for one in statements:
             part = one(known, source.shape, call.extents, run, calls)
             total = part if total is None else total + part
         if total is None:
             total = torch.zeros_like(source, dtype=call.dtypes.get(name, source.dtype))
         found[name] = total
     return to_initial, found
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedOnce:
+    """What several gradients have in common, under the name by which they read it; ``readers``: by
+    tensor the statements of its gradient.
+    """
+
+    name: str
+    over: tuple[str, ...]
+    value: Derived
+    readers: Mapping[str, tuple[Derived, ...]]
+
+    def shape(self, extents: Mapping[str, Size]) -> tuple[Size, ...]:
+        return tuple([extents[v] for v in self.over])
+
+
+#: Bytes that what is computed once may take, where no tensor of the call is as large.
+MOST_IN_COMMON = 1 << 26
+
+
+def _computed_once(
+    call: ForwardCall, values: Mapping[str, Any], wanted: Sequence[str], upstream: Tensor
+) -> ComputedOnce | None:
+    """What the gradients have in common, where that is worth its memory."""
+    key = "once", upstream.dtype, *wanted
+    found: ComputedOnce | str | None = call.rules.get(key)
+    if found is None:  # a text: nothing is
+        found = call.rules[key] = _in_common(call, values, wanted, upstream.dtype) or "nothing"
+    if isinstance(found, str) or call.dtypes:
+        return None
+    largest = max(v.nbytes for v in values.values() if isinstance(v, Tensor))
+    size = math.prod(found.shape(call.extents)) * upstream.itemsize
+    return found if size <= max(MOST_IN_COMMON, largest) else None
+
+
+def _in_common(
+    call: ForwardCall, values: Mapping[str, Any], wanted: Sequence[str], dtype: torch.dtype
+) -> ComputedOnce | None:
+    """Not of narrow floats, whose products are rounded once they are summed, nor where points are
+    absent.
+    """
+    alike = all(values[name].dtype is dtype for name in wanted)
+    if call.form.padded or not alike or dtype not in (torch.float32, torch.float64):
+        return None
+    rules = {name: _rule(call, values, name, dtype, None) for name in wanted}
+    every = [one for rule in rules.values() for one in rule.statements]
+    if any(one.views or one.repeats or one.real for one in every):
+        return None
+    common = common_factors([parse(one.kinds.form.statement) for one in every])
+    if common is None:
+        return None
+    texts, readers = iter(map(str, common.readers)), {}
+    for name, rule in rules.items():
+        rank, own = values[name].dim(), [next(texts) for _ in rule.statements]
+        readers[name] = tuple(
+            _derived(call.form, text, rank, dtype, {common.name: dtype}) for text in own
+        )
+    made = _derived(call.form, str(common.value), len(common.over), dtype, {})
+    return ComputedOnce(common.name, common.over, made, readers)
 
 
 def tangent_of(
