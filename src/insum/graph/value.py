@@ -108,6 +108,9 @@ class Evaluator:
         self.sums: dict[tuple[str, ...], bool] = {}
         #: Likewise by variables of factors, and those that are kept: the order of products.
         self.orders: dict[VariablesOfFactors, tuple[Pair, ...]] = {}
+        #: Parts of a term, which may stand in it several times. Not of another one: the result of
+        #: the first is written to.
+        self.parts: dict[tuple[Expr, torch.dtype], GraphValue] = {}
 
     @property
     def types(self) -> dict[str, Typed]:
@@ -121,6 +124,7 @@ class Evaluator:
         """The contribution of a term, reduced to the variables of the left side; in ``order`` where
         that costs nothing.
         """
+        self.parts = {}
         if self.problem.statement.operator in ("max=", "min="):
             return self._extremum(term.value, order)
         return self._product(term, order)
@@ -134,6 +138,13 @@ class Evaluator:
                 return self.builder.cast(self.reader.read(expr), dtype)
             case Number(value):
                 return GraphValue(self._literal(value, dtype))
+        found = self.parts.get((expr, dtype))
+        if found is None:
+            found = self.parts[expr, dtype] = self._composed(expr, dtype)
+        return found
+
+    def _composed(self, expr: Expr, dtype: torch.dtype) -> GraphValue:
+        match expr:
             case Call(function, args):
                 return self.builder.cast(self._call(function, args, dtype), dtype)
             case Product(parts):

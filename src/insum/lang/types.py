@@ -5,12 +5,13 @@ Python numbers.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from insum import accepted
-from insum.lang.expr import Access, Call, Expr, Number, Product, Sum, accesses
+from insum.lang.expr import Access, Call, Expr, Number, Product, Sum
 
 _TO_FLOAT = frozenset(
     {
@@ -145,13 +146,31 @@ def _floats(function: str, args: tuple[Expr, ...], dtype: torch.dtype) -> bool:
 
 def is_rounded(expr: Expr, types: dict[str, Typed]) -> bool:
     """Whether a tensor of floating point is among what an expression is made of. One of 8 bits has
-    no precision of its own: every dtype that it is computed in holds it.
+    no precision of its own: every dtype that it is computed in holds it. Nor has what is asked of
+    one, as whether it is less than another.
     """
-    read = [types[a.tensor] for a in accesses(expr, nested=False)]
+    read = [types[a.tensor] for a in _computed_with(expr)]
     return any(
         one.strength > 0 and _category(one.dtype) >= 2 and one.dtype not in NARROW_FLOATS
         for one in read
     )
+
+
+#: Functions that give truth values, which every dtype holds.
+_COMPARING = ("eq", "ne", "lt", "le")
+
+
+def _computed_with(expr: Expr) -> Iterator[Access]:
+    """The tensors whose values are part of an expression's value."""
+    match expr:
+        case Access():
+            yield expr
+        case Call(function, args) if function not in _COMPARING:
+            for part in deciding(function, args):
+                yield from _computed_with(part)
+        case Product(parts) | Sum(parts):
+            for part in parts:
+                yield from _computed_with(part)
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

@@ -7,8 +7,7 @@ for it than for all the rest, so that it is computed once, and read from memory 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from insum.lang.expr import (
@@ -20,79 +19,62 @@ from insum.lang.expr import (
     Sum,
     fresh,
     index_of,
+    names_of,
     product,
-    tensors_of,
     variables,
 )
 
 
 @dataclass(frozen=True)
 class CommonFactors:
-    """``value``: what is computed once, a tensor over all of its variables; ``readers``: the
-    statements, in their order, which read it.
+    """``values``: what is computed once, tensors over all of their variables; ``readers``: the
+    statements, in their order, which read them.
     """
 
-    value: Statement
+    values: tuple[Statement, ...]
     readers: tuple[Statement, ...]
-
-    @property
-    def name(self) -> str:
-        return self.value.target.tensor
-
-    @property
-    def over(self) -> tuple[str, ...]:
-        return tuple(str(index.var) for index in self.value.target.indices)
 
 
 def common_factors(statements: Sequence[Statement]) -> CommonFactors | None:
-    """Of statements that are products each; None where they share nothing that takes long.
+    """Of statements that are products each; None where they share nothing that takes long. Where
+    they are not the same, functions alone are shared: products stay in their order, in which they
+    may not overflow.
 
     >>> from insum.lang.parser import parse
     >>> texts = "a[s[e]] = g[d[e]] * exp(x[e]) * w[e]", "b[e] = g[d[e]] * exp(x[e])"
     >>> found = common_factors([parse(text) for text in texts])
-    >>> print(found.value, *found.readers, sep="; ")
-    common[e] = g[d[e]] * exp(x[e]); a[s[e]] = common[e] * w[e]; b[e] = common[e]
+    >>> print(*found.values, *found.readers, sep="; ")
+    common[e] = exp(x[e]); a[s[e]] = g[d[e]] * common[e] * w[e]; b[e] = g[d[e]] * common[e]
+    >>> texts = "b[e] = g[d[e]] * exp(x[e])", "c[d[e]] = g[d[e]] * exp(x[e])"
+    >>> found = common_factors([parse(text) for text in texts])
+    >>> print(*found.values, *found.readers, sep="; ")
+    common[e] = g[d[e]] * exp(x[e]); b[e] = common[e]; c[d[e]] = common[e]
     """
     if len(statements) < 2 or any(isinstance(one.value, Sum) for one in statements):
         return None
+    taken = set[str]().union(*map(names_of, statements))
     factors = [_factors(one.value) for one in statements]
-    shared = Counter(factors[0])
-    for own in factors[1:]:
-        shared &= Counter(own)
-    common = _taken(factors[0], shared)
-    if not any(isinstance(f, Call) and variables(f) for f in common):
+    functions = [f for f in dict.fromkeys(factors[0]) if isinstance(f, Call) and variables(f)]
+    shared = [f for f in functions if all(f in own for own in factors)]
+    if not shared:
         return None
-    value = product(common)
-    taken = {name for one in statements for name in (*tensors_of(one), one.target.tensor)}
-    over = tuple(index_of(v) for v in variables(value))
-    made = Access(fresh("common", taken), over)
+    values = [statements[0].value] if len({one.value for one in statements}) == 1 else shared
+    made = {value: _over_all(value, taken) for value in values}
     readers = tuple(
-        Statement(one.target, one.operator, product([made, *_left(own, shared)]))
+        Statement(
+            one.target,
+            one.operator,
+            made[one.value] if one.value in made else product([made.get(f, f) for f in own]),
+        )
         for one, own in zip(statements, factors)
     )
-    return CommonFactors(Statement(made, "=", value), readers)
+    return CommonFactors(tuple(Statement(at, "=", value) for value, at in made.items()), readers)
+
+
+def _over_all(value: Expr, taken: set[str]) -> Access:
+    """A tensor with an element for every point of an expression."""
+    return Access(fresh("common", taken), tuple(index_of(v) for v in variables(value)))
 
 
 def _factors(value: Expr) -> tuple[Expr, ...]:
     return value.factors if isinstance(value, Product) else (value,)
-
-
-def _taken(factors: Iterable[Expr], wanted: Counter[Expr]) -> list[Expr]:
-    """Those that are wanted, in order."""
-    open_, found = wanted.copy(), []
-    for factor in factors:
-        if open_[factor] > 0:
-            open_[factor] -= 1
-            found.append(factor)
-    return found
-
-
-def _left(factors: Iterable[Expr], taken: Counter[Expr]) -> list[Expr]:
-    """Those that are not taken, in order."""
-    open_, found = taken.copy(), []
-    for factor in factors:
-        if open_[factor] > 0:
-            open_[factor] -= 1
-        else:
-            found.append(factor)
-    return found

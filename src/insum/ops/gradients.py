@@ -149,7 +149,8 @@ def gradients(
     to_initial = upstream
     if result is not None:
         upstream, to_initial = _shared(call, values, upstream, result, held, run)
-    found, common = {}, None
+    found: dict[str, Tensor] = {}
+    common: dict[str, Tensor] | None = None
     once = _computed_once(call, values, wanted, upstream) if on_host else None
     for name in wanted:
         source = values[name]
@@ -160,31 +161,48 @@ def gradients(
         statements = rule.statements
         if once is not None:
             if common is None:
-                common = once.value(known, once.shape(call.extents), call.extents, run, calls)
-            known[once.name], statements = common, once.readers[name]
+                common = once.computed(known, call.extents, run, calls)
+            known |= common
+            statements = once.readers[name]
         total: Tensor | None = None
         for one in statements:
             part = one(known, source.shape, call.extents, run, calls)
             total = part if total is None else total + part
         if total is None:
             total = torch.zeros_like(source, dtype=call.dtypes.get(name, source.dtype))
+        if common is not None:
+            for other in found.values():
+                if total is other:  # what is written to one must not reach the other
+                    total = total.clone()
+                    break
         found[name] = total
     return to_initial, found
 
 
 @dataclass(frozen=True, slots=True)
 class ComputedOnce:
-    """What several gradients have in common, under the name by which they read it; ``readers``: by
-    tensor the statements of its gradient.
+    """What several gradients have in common: by the name under which they read it, its variables
+    and its statement. ``readers``: by tensor the statements of its gradient.
     """
 
-    name: str
-    over: tuple[str, ...]
-    value: Derived
+    values: Mapping[str, tuple[tuple[str, ...], Derived]]
     readers: Mapping[str, tuple[Derived, ...]]
 
-    def shape(self, extents: Mapping[str, Size]) -> tuple[Size, ...]:
-        return tuple([extents[v] for v in self.over])
+    def computed(
+        self,
+        known: Mapping[str, Any],
+        extents: Mapping[str, Size],
+        run: StatementRunner,
+        calls: FoundCalls | None,
+    ) -> dict[str, Tensor]:
+        return {
+            name: one(known, [extents[v] for v in over], extents, run, calls)
+            for name, (over, one) in self.values.items()
+        }
+
+    def size(self, extents: Mapping[str, Any]) -> int:
+        """Of all of them together."""
+        return sum(math.prod(extents[v] for v in over) for over, _ in self.values.values())
 
 
 #: Bytes that what is computed once may take, where no tensor of the call is as large.
@@ -202,18 +220,19 @@ def _computed_once(
     if isinstance(found, str) or call.dtypes:
         return None
     largest = max(v.nbytes for v in values.values() if isinstance(v, Tensor))
-    size = math.prod(found.shape(call.extents)) * upstream.itemsize
-    return found if size <= max(MOST_IN_COMMON, largest) else None
+    most = max(MOST_IN_COMMON, largest)
+    return found if found.size(call.extents) * upstream.itemsize <= most else None
 
 
 def _in_common(
     call: ForwardCall, values: Mapping[str, Any], wanted: Sequence[str], dtype: torch.dtype
 ) -> ComputedOnce | None:
-    """Not of narrow floats, whose products are rounded once they are summed, nor where points are
+    """Not where something is rounded that a sum would round at its end, nor where points are
     absent.
     """
-    alike = all(values[name].dtype is dtype for name in wanted)
-    if call.form.padded or not alike or dtype not in (torch.float32, torch.float64):
+    tensors = [v for v in values.values() if isinstance(v, Tensor)]
+    floats = {v.dtype for v in tensors if v.is_floating_point() or v.is_complex()}
+    if call.form.padded or floats != {dtype} or dtype not in (torch.float32, torch.float64):
         return None
     rules = {name: _rule(call, values, name, dtype, None) for name in wanted}
     every = [one for rule in rules.values() for one in rule.statements]
@@ -222,14 +241,17 @@ def _in_common(
     common = common_factors([parse(one.kinds.form.statement) for one in every])
     if common is None:
         return None
+    made = {}
+    for one in common.values:
+        over = variables(one.target)
+        made[one.target.tensor] = over, _derived(call.form, str(one), len(over), dtype, {})
     texts, readers = iter(map(str, common.readers)), {}
     for name, rule in rules.items():
         rank, own = values[name].dim(), [next(texts) for _ in rule.statements]
         readers[name] = tuple(
-            _derived(call.form, text, rank, dtype, {common.name: dtype}) for text in own
+            _derived(call.form, text, rank, dtype, dict.fromkeys(made, dtype)) for text in own
         )
-    made = _derived(call.form, str(common.value), len(common.over), dtype, {})
-    return ComputedOnce(common.name, common.over, made, readers)
+    return ComputedOnce(made, readers)
 
 
 def tangent_of(
