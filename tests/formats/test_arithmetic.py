@@ -240,3 +240,13 @@ def test_stored_zeros_of_blocks_have_gradients() -> None:
     want = a.with_values(a.values * 0 + 1).to_dense()
     want[0] = 0
     assert v.grad is not None and torch.equal(a.with_values(v.grad).to_dense(), want)
+
+
+@pytest.mark.parametrize("kind", [torch.float8_e5m2fnuz, torch.uint32])
+def test_a_dense_factor_that_nothing_is_computed_with(kind: torch.dtype) -> None:
+    other = torch.ones(3, 4).to(kind)
+    name = str(kind).removeprefix("torch.")
+    with pytest.raises(
+        insum.DtypeError, match=f"B holds {name}, which insum does not compute with"
+    ):
+        COO.from_dense(torch.eye(3, 4)) * other

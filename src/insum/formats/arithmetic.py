@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from insum.accepted import NARROW_FLOATS, TENSOR, is_dense, is_fake, is_number, require, shown
+from insum.accepted import (
+    COMPUTABLE,
+    NARROW_FLOATS,
+    TENSOR,
+    is_dense,
+    is_fake,
+    is_number,
+    require,
+    shown,
+)
 from insum.errors import (
     BindingError,
     DeviceError,
@@ -144,7 +153,8 @@ def _product(x: SparseFormat, other: Tensor) -> SparseFormat:
             f"a sparse tensor of shape {x.shape} meets a tensor of shape {tuple(other.shape)}",
             expected="a shape that broadcasts to that of the sparse tensor",
         )
-    if x.values is not None:  # also by a tensor of one element, which is a number below
+    # also by a tensor of one element, which is a number below; what is none is refused there
+    if x.values is not None and other.dtype in COMPUTABLE:
         x = x.with_values(x.values.to(torch.promote_types(x.values.dtype, other.dtype)))
     full = [d for d, size in enumerate(sizes) if size == x.shape[d] and d >= missing]
     letters = _letters(x)
