@@ -261,9 +261,3 @@ def test_runs_that_share_a_device_measure_while_nobody_compiles(
     for thread in threads:
         thread.join(60)
     assert done == ["compiled", "measured"]
-
-
-def test_runs_of_their_own_wait_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("INSUM_BENCH_TURNS", raising=False)
-    with measure.set_up(), measure.turn():
-        pass

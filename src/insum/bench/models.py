@@ -367,7 +367,7 @@ def rows_of(study: Study, package: Package) -> Iterator[ModelRow]:
                         raise
                     ready.pop(who, None)
                     failed[who] = f"{type(wrong).__name__}: {wrong}".splitlines()[0][:200]
-            took = in_turns(ready, step, dtype, 1 if small else asked.steps)
+            took = medians_in_turns(ready, step, dtype, 1 if small else asked.steps)
             peaks = {who: one.peak_mib(step, dtype) for who, one in ready.items()}
         for who in wanted:
             row = ModelRow(package.name, step, who, *sizes, error=error if who == "insum" else None)
@@ -377,7 +377,7 @@ def rows_of(study: Study, package: Package) -> Iterator[ModelRow]:
                 yield replace(row, ms=took[who], peak_mib=peaks[who])
 
 
-def in_turns(
+def medians_in_turns(
     ready: Mapping[str, ModelSteps], step: str, dtype: torch.dtype, rounds: int
 ) -> dict[str, float]:
     """Median milliseconds of a step of each, one after the other in every round: hosts are now

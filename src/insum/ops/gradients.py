@@ -234,7 +234,8 @@ def _in_common(
     floats = {v.dtype for v in tensors if v.is_floating_point() or v.is_complex()}
     if call.form.padded or floats != {dtype} or dtype not in (torch.float32, torch.float64):
         return None
-    rules = {name: _rule(call, values, name, dtype, None) for name in wanted}
+    keys = {name: (name, dtype, None) for name in wanted}
+    rules = {n: call.rules.get(key) or _rule(call, values, *key) for n, key in keys.items()}
     every = [one for rule in rules.values() for one in rule.statements]
     if any(one.views or one.repeats or one.real for one in every):
         return None

@@ -43,8 +43,7 @@ SUMMED_UP_TO = 256
 AT_ONCE = 1024
 #: ... and in all: a warp reads two of them.
 FEW_AT_ONCE = 256
-
-
+#: Of an index, what is multiplied by how much.
 Terms: TypeAlias = tuple[tuple[int, Atom], ...]
 
 
@@ -315,14 +314,14 @@ def _points(
     """The product at every place of the unrolled variables that is not absent. A new class of sizes
     is planned anew, and a pattern has hundreds of places: nothing is made twice.
     """
-    at = AtPlace(draft, exact, values, coefficients)
+    at = _AtPlace(draft, exact, values, coefficients)
     for place in itertools.product(*(range(n) for n in exact.values())):
         exprs = at.place(place)
         if exprs is not None:
             yield exprs[0], exprs[1:]  # type: ignore[misc]
 
 
-class AtPlace:
+class _AtPlace:
     """The target and the factors of a product at places of the unrolled variables, their index
     tensors and coefficients replaced by their values.
     """
