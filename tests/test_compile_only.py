@@ -361,7 +361,8 @@ def test_windows(name: str, dtype: torch.dtype, target: str) -> None:
     statement, shapes, sizes = WINDOWS[name]
     values = {n: torch.empty(shape, dtype=dtype, device="meta") for n, shape in shapes.items()}
     problem = bound(statement, values, sizes)
-    (one,) = launches(inspection.elsewhere(problem, values, architecture=target))
+    *copies, one = launches(inspection.elsewhere(problem, values, architecture=target))
+    assert all("__copies_w" in copy.launch.kernel.name for copy in copies)
     found = compile_one(one, target)
     plan = one.launch.plan
     assert spilled(found) <= MOST_SPILLED, one.launch.config

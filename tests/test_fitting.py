@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -22,12 +24,16 @@ def look(
     dtype: torch.dtype = torch.float16,
     voxels: int = VOXELS,
     matrices: int = OFFSETS,
+    turned: bool = False,
 ) -> inspection.Look:
-    """A convolution of so many channels, as a GPU would get it; no values are written."""
+    """A convolution of so many channels, as a GPU would get it; no values are written. ``turned``:
+    weights lie along the sum.
+    """
     nb = torch.arange(voxels, dtype=torch.int32).expand(matrices, voxels).contiguous()
+    w = torch.empty(matrices, inputs, outputs, dtype=dtype)
     values = {
         "f": torch.empty(voxels, inputs, dtype=dtype),
-        "w": torch.empty(matrices, inputs, outputs, dtype=dtype),
+        "w": w.mT.contiguous().mT if turned else w,
         "nb": insum.unchanging(nb),
     }
     problem = request_of(STATEMENT, None, None, ("nb",)).bind(values)
@@ -81,9 +87,69 @@ def test_rows_that_are_not_copied() -> None:
 
 def test_what_is_not_worth_it() -> None:
     few = look(120, 72, voxels=1000)
-    wide = look(120, 72, dtype=torch.float32)
+    exact = look(120, 72, dtype=torch.float64)
     large = look(1000, 1000, matrices=8)
-    assert all(names(one) == ["product"] for one in (few, wide, large))
+    assert all(names(one) == ["product"] for one in (few, exact, large))
+
+
+# --- factors of 32 bits ---------------------------------------------------------------------------
+
+GRADIENT = "dw[z,c,m] = f[nb[z,x],c] * g[x,m]"
+
+
+@pytest.fixture(params=["high", "highest"])
+def precision(request: pytest.FixtureRequest) -> Iterator[str]:
+    was = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(request.param)
+    yield request.param
+    torch.set_float32_matmul_precision(was)
+
+
+def narrow_copies(one: BoundLaunch) -> int:
+    """Copies into shared memory of single numbers."""
+    config = one.launch.config
+    found = compiling.compile_for(
+        *(one.launch.function, one.types, "sm_90"), warps=config.warps, stages=config.stages
+    )
+    assert found.uses("wgmma") and "cp.async.cg" in found.assembly["ptx"]
+    return found.assembly["ptx"].count("cp.async.ca")
+
+
+@pytest.mark.compile_only
+@pytest.mark.parametrize("channels", [(32, 32), (64, 64), (96, 96), (128, 256)])
+def test_wide_factors_are_turned(channels: tuple[int, int], precision: str) -> None:
+    """Matrix instructions read 32-bit numbers along the sum; what lies so is read as it is."""
+    for turned in (False, True):
+        one = look(*channels, dtype=torch.float32, turned=turned)
+        assert names(one) == ["product"] if turned else ["copies_w", "product"]
+        *_, product = launches(one)
+        assert narrow_copies(product) == 0, product.launch.kernel.source
+        told = any("along the sum" in why for why in product.launch.plan.why)
+        assert told == (not turned)
+
+
+@pytest.mark.compile_only
+@pytest.mark.parametrize("channels", [64, 96, 256])
+def test_what_is_summed_across_rows_goes_through_registers(channels: int, precision: str) -> None:
+    """Gradients of weights read both factors across the sum."""
+    nb = torch.arange(VOXELS, dtype=torch.int32).expand(OFFSETS, VOXELS).contiguous()
+    values = {
+        "f": torch.empty(VOXELS, channels),
+        "g": torch.empty(VOXELS, channels),
+        "nb": insum.unchanging(nb),
+    }
+    problem = request_of(GRADIENT, None, None, ("nb",)).bind(values)
+    *_, product = launches(inspection.elsewhere(problem, values))
+    assert narrow_copies(product) == 0, product.launch.kernel.source
+    assert ("+ 0.0" in product.launch.kernel.source) == (precision == "high")
+
+
+@pytest.mark.parametrize(("voxels", "channels", "large"), [(20_000, 256, True), (3000, 256, False)])
+def test_turned_factors_have_large_tiles(voxels: int, channels: int, large: bool) -> None:
+    """... where there are enough of them."""
+    *_, one = launches(look(channels, channels, dtype=torch.float32, voxels=voxels))
+    config = one.launch.config
+    assert ((config.m, config.n, config.warps) == (128, 128, 8)) == large, config
 
 
 def test_a_config_decides() -> None:

@@ -30,6 +30,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Copies pay as if everything were larger; memory that nobody wrote to holds NaN."""
     monkeypatch.setattr(copying, "LEAST_POINTS", 1)
     monkeypatch.setattr(fitting, "LEAST_READS", 0)
+    monkeypatch.setattr(fitting, "LEAST_TURNED", 0)
     monkeypatch.setattr(aligning, "LEAST_GATHERS", 2**31)
     monkeypatch.setattr("insum.call.prepared._forms", {})
     monkeypatch.setattr("insum.call.lookup._fronts", {})
@@ -135,6 +136,34 @@ def test_weights_in_another_order(launched: list[Program]) -> None:
     apart = torch.stack([turned, turned], -1)[..., 0]
     out = insum.insum(statement, f=f, w=apart, nb=nb, padded=("nb",))
     assert error(out, convolved(f, w, nb)) < 2e-3 and copied(launched[-1]) == []
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs"), [(64, 32), (120, 72), (33, 136), (24, 3), (130, 260)]
+)
+@pytest.mark.parametrize("layout", ["as it is", "along the sum", "apart"])
+def test_factors_of_32_bits_are_turned(
+    inputs: int, outputs: int, layout: str, launched: list[Program]
+) -> None:
+    """Forward and backward: there the same weights lie along the sum, or across it."""
+    f, w, nb = (t.float() if t.dtype == torch.float16 else t for t in drawn(inputs, outputs))
+    f[-1], w[-1, -1, -1] = 100.0, 100.0  # what would be read past an end is large
+    match layout:
+        case "along the sum":
+            w = w.mT.contiguous().mT
+        case "apart":
+            w = torch.stack([w, w], -1)[..., 0]
+    leaves = f.requires_grad_(), w.requires_grad_()
+    out = insum.insum(CONVOLUTION, f=f, w=w, nb=insum.unchanging(nb), padded=("nb",))
+    if outputs >= 8:
+        assert copied(launched[-1]) == ["w"] * (layout != "along the sum")
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    want = convolved(exact[0], exact[1], nb)
+    upstream = torch.randn_like(out)
+    got = torch.autograd.grad(out, leaves, upstream)
+    assert error(out.detach(), want.detach()) < 1e-5
+    for one, right in zip(got, torch.autograd.grad(want, exact, upstream.double()), strict=True):
+        assert error(one, right) < 1e-5
 
 
 def test_in_place_and_in_deterministic_mode() -> None:

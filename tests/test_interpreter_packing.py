@@ -101,8 +101,9 @@ def test_the_gradient_of_a_table_is_ordered_too() -> None:
     assert "ordered by what" in strategy(statement, values, (ROWS, CHANNELS))
 
 
-def test_where_rows_are_summed_each_step_walks_its_tiles() -> None:
-    nb, x = table(rows=5000), torch.randn(5000, 64)
+@pytest.mark.parametrize("channels", [64, 48, 24, 16])
+def test_where_rows_are_summed_each_step_walks_its_tiles(channels: int) -> None:
+    nb, x = table(rows=5000), torch.randn(5000, channels)
     statement, values = "dW[z,c,m] += G[x,m] * In[Nb[z,x],c]", {"Nb": nb, "G": x, "In": x}
     assert "left out" in strategy(statement, values)
     result = insum.insum(statement, padded=("Nb",), **values)

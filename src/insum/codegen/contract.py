@@ -9,6 +9,7 @@ from insum.codegen.functions import reduced
 from insum.codegen.reads import Reads, distinct
 from insum.codegen.values import Eager, Val, combine, narrow_first, union
 from insum.lang.expr import Access
+from insum.plan.copying import lies_along_sum
 
 IDENTITY: dict[str, Callable[[str], str]] = {
     "sum": lambda dtype: "0",
@@ -65,8 +66,13 @@ class Contract:
         self, factors: tuple[int, ...], axes: tuple[str, ...], tile: tuple[int, ...]
     ) -> str:
         plan = self.plan
-        if len(factors) == 1 and isinstance(plan.factors[factors[0]], Access):
-            value = self.reads.evaluate(plan.factors[factors[0]], plan.operand)
+        read = plan.factors[factors[0]] if len(factors) == 1 else None
+        if isinstance(read, Access):
+            value = self.reads.evaluate(read, plan.operand)
+            if plan.precision == "tf32" and not lies_along_sum(plan, read):
+                # Shared memory takes it as it lies, in widest loads, if the compiler has to bring
+                # it to registers once more, as this sum makes it do; else number by number.
+                value = Val(f"({value.text} + 0.0)", value.axes, value.stage)
         else:
             wide = combine(
                 [self.reads.evaluate(plan.factors[f], plan.accumulator) for f in factors], "*"

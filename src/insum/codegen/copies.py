@@ -68,11 +68,15 @@ class _FitWriter:
             f"there = filled & (place < {tall})",
             f"for first in range(0, {self.end(wide, fit.ends[1])}, {width}):",
             f"    column = first + tl.arange(0, {width})",
-            f"    value = tl.load({source} + {offset} + column[None, :], "
+            f"    value = tl.load({source} + {offset} + {self.columns()}[None, :], "
             f"mask=there[:, None] & (column < {wide})[None, :], other=0)",
             f"    tl.store({self.arg(Pointer(FITTED))} + (at * {row})[:, None] + column[None, :], "
             "value, mask=filled[:, None])",
         ]
+
+    def columns(self) -> str:
+        stride = self.stride(self.fit.dims[-1])
+        return "column" if stride == "1" else f"(column * {stride})"
 
     def end(self, size: str, tile: int) -> str:
         return f"tl.cdiv({size}, {tile}) * {tile}"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from insum.lang.expr import Access, accesses, variables
 from insum.plan.config import Config
-from insum.plan.copying import is_apart, is_large_dot, reading_copy
+from insum.plan.copying import HALF, is_apart, is_large_dot, reading_copy
 from insum.plan.draft import Planned
 from insum.plan.plan import Plan
 from insum.plan.sizes import ALIGNED, WIDE_LOAD, Strides
@@ -61,7 +61,7 @@ def alignment_of(planned: Planned, config: Config) -> Alignment | None:
     copy does not pay.
     """
     plan = planned.plan
-    if not is_large_dot(planned):
+    if plan.operand not in HALF or not is_large_dot(planned):
         return None
     alone = [side[0] for side in (plan.roles.left, plan.roles.right) if len(side) == 1]
     found = (_aligned(planned, config, place) for place in alone)

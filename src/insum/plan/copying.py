@@ -18,11 +18,19 @@ HALF = ("float16", "bfloat16")
 
 
 def is_large_dot(planned: Planned) -> bool:
-    """Whether a plan is a matrix product in half precision with points enough for a copy."""
-    plan = planned.plan
-    if not plan.roles.dot or plan.operand not in HALF or planned.sizes.general:
+    """Whether a plan is a matrix product with points enough for a copy."""
+    if not planned.plan.roles.dot or planned.sizes.general:
         return False
     return points(planned) >= LEAST_POINTS
+
+
+def lies_along_sum(plan: Plan, read: Access) -> bool:
+    """Whether what is neighbours in memory is neighbours in the sum. Hopper's matrix instructions
+    take 32-bit operands from shared memory in this order alone.
+    """
+    strides = dict(plan.strides).get(read.tensor)
+    units = () if strides is None else strides.units
+    return any(i.var == plan.roles.k[-1] and unit == 1 for i, unit in zip(read.indices, units))
 
 
 def points(planned: Planned) -> int:

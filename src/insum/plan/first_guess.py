@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from insum.lang.expr import Number, accesses, variables
 from insum.plan.config import Choice, Config
-from insum.plan.plan import Pattern, Plan, Segment
+from insum.plan.plan import Pattern, Plan
 from insum.plan.roles import FLATTEN_UP_TO, contiguity
 from insum.plan.sizes import WIDE_LOAD, power_of_two
 from insum.plan.tiling import (
@@ -77,12 +77,15 @@ PIPELINE_BYTES = 72 * 1024
 SMALL_SHARED = 64 * 1024
 
 
-def first_guess(plan: Plan, extents: Mapping[str, int]) -> Config:
-    """The config used when nobody tuned."""
+def first_guess(plan: Plan, extents: Mapping[str, int], *, along_sum: bool = False) -> Config:
+    """The config used when nobody tuned. ``along_sum``: both factors of a product of 32-bit numbers
+    are read along the sum.
+    """
     if plan.pattern:
         return _for_pattern(plan, plan.pattern, extents)
     if plan.roles.dot:
-        return _for_dot(plan, extents)
+        wide = _for_wide_numbers(plan, extents) if along_sum else None
+        return wide or _for_dot(plan, extents, along_sum=along_sum)
     if plan.segment:
         return _for_rows(plan, extents, long=False)
     return _for_sum(plan, extents)
@@ -150,12 +153,17 @@ def _tiles_at_once(plan: Plan, pattern: Pattern) -> int:
 
 
 def first_choice(
-    plan: Plan, extents: Mapping[str, int], *, longest: int = 0, entries: int = 0
+    plan: Plan,
+    extents: Mapping[str, int],
+    *,
+    longest: int = 0,
+    entries: int = 0,
+    along_sum: bool = False,
 ) -> Choice:
     """The first guess for every kind of launch: one config, or two for short and long rows of a
     segmented output.
     """
-    guess = first_guess(plan, extents)
+    guess = first_guess(plan, extents, along_sum=along_sum)
     if not in_rows(plan):
         return (guess,)
     split = split_length(longest, entries, alone=guess.n == 1)
@@ -200,10 +208,12 @@ def _within(plan: Plan, config: Config) -> Config:
 
 def _spills(plan: Plan, config: Config, most: int) -> bool:
     """``most``: numbers of a tile that four warps cannot hold; eight can hold twice as many, unless
-    bounds take registers, too.
+    bounds, or the parts of exact products, take registers, too.
     """
-    area = config.m * config.n
-    return area >= most if config.warps == 4 else bool(plan.bounds) and area >= 2 * most
+    if config.warps == 4:
+        return config.m * config.n >= most
+    crowded = bool(plan.bounds) or plan.precision == "tf32x3"
+    return crowded and config.m * config.n >= 2 * most
 
 
 def _halved(config: Config) -> Config:
@@ -226,20 +236,20 @@ def split_length(longest: int, entries: int, *, alone: bool = False) -> int:
     return SPLIT_ALONE if alone else SPLIT_AT
 
 
-def _for_dot(plan: Plan, extents: Mapping[str, int]) -> Config:
+def _for_dot(plan: Plan, extents: Mapping[str, int], *, along_sum: bool) -> Config:
     size = BYTES.get(plan.operand, 4)
     m_all, n_all = (power_of_two(extent(a, extents)) for a in (plan.roles.m, plan.roles.n))
     cap = 128 if size == 2 else 64
-    k = k_tile(plan, extents, size)
+    k = k_tile(plan, extents, 2 if plan.precision == "tf32" else size)  # a product for each, too
     m, n = max(16, min(m_all, cap)), max(least_n(plan) if k <= 32 else 16, min(n_all, cap))
     if n <= 32 and m_all >= 256 and size == 2 and not _fills_deep_tile(plan, extents, k):
         m = 256
     if m == HIGH and k <= 32 and n_all >= 256 and size == 2 and walks_matrices(plan):
         n = 256  # of a shallow tile that is no wider than high, less is read than multiplied
-    if size == 4 and (
-        n <= 16 or plan.onehot < 0 and plan.precision == "tf32x3" and not plan.pointwise
-    ):
-        m = max(16, min(m_all, 128))  # the parts of a split float32 operand are used for more
+    turned = plan.precision == "tf32" and not along_sum and len(plan.roles.m) == 1
+    in_registers = turned or plan.precision == "tf32x3" and (k <= 32 or not along_sum)
+    if size == 4 and (n <= 16 or plan.onehot < 0 and in_registers and not plan.pointwise):
+        m = max(16, min(m_all, 128))  # what is brought to registers first is used for more
     m, n = held(plan, extents, m, n)
     if (m, n) == (LARGE_SIDE, LARGE_SIDE) and is_large(plan, extents):
         return Config(m=m, n=2 * n, k=k, warps=8, stages=3)
@@ -253,7 +263,7 @@ def _for_dot(plan: Plan, extents: Mapping[str, int]) -> Config:
             return few
     warps = 8 if m * n >= 128 * 256 else 4
     if plan.segment and walks_entries(plan) and m >= LARGE_SIDE and size == 2:
-        at_once = _tiles(plan, plan.segment, extents, m, n) < ENOUGH_PROGRAMS
+        at_once = _programs(plan, extents, m, n) < ENOUGH_PROGRAMS
         if at_once and (n >= LARGE_SIDE or not walks_matrices(plan)):
             return _for_few_segments(plan, extents, m, n, k)
         if n >= LARGE_SIDE:
@@ -265,12 +275,26 @@ def _for_dot(plan: Plan, extents: Mapping[str, int]) -> Config:
     return Config(m=m, n=n, k=k, warps=warps, stages=stages)
 
 
-def _tiles(plan: Plan, segment: Segment, extents: Mapping[str, int], m: int, n: int) -> int:
-    return (
-        extents[segment.row]
-        * math.ceil(extent(plan.roles.m, extents) / m)
-        * math.ceil(extent(plan.roles.n, extents) / n)
-    )
+def _for_wide_numbers(plan: Plan, extents: Mapping[str, int]) -> Config | None:
+    """32-bit numbers that matrix instructions read as they lie: gathered rows are used for as many
+    outputs as a tile can have. None where few outputs, or few tiles, leave small ones ahead.
+    """
+    m_all, n_all = (power_of_two(extent(a, extents)) for a in (plan.roles.m, plan.roles.n))
+    if min(m_all, n_all) < LARGE_SIDE or plan.onehot >= 0 or plan.pointwise:
+        return None
+    once = plan.precision == "tf32"  # else three products of parts, which take registers, too
+    for n in (2 * LARGE_SIDE, LARGE_SIDE) if once and n_all > LARGE_SIDE else (LARGE_SIDE,):
+        if _programs(plan, extents, LARGE_SIDE, n) >= ENOUGH_PROGRAMS:
+            k = k_tile(plan, extents, 4)
+            return Config(m=LARGE_SIDE, n=n, k=k, warps=8, stages=3)
+    return None
+
+
+def _programs(plan: Plan, extents: Mapping[str, int], m: int, n: int) -> int:
+    """How many tiles there are."""
+    tiles = extent(plan.roles.m, extents) / m, extent(plan.roles.n, extents) / n
+    others = {*plan.roles.grid, *([plan.segment.row] if plan.segment else [])}
+    return math.prod(map(math.ceil, tiles)) * math.prod(extents[v] for v in others)
 
 
 def _for_large_entries(plan: Plan, extents: Mapping[str, int], m: int, n: int, k: int) -> Config:
@@ -299,12 +323,8 @@ def _for_few_tiles(plan: Plan, extents: Mapping[str, int], m: int, n: int) -> Co
     run at once, and a step waits for less. None where there are enough, or nothing to cut.
     """
 
-    def programs(m: int, n: int) -> int:
-        tiles = extent(plan.roles.m, extents) / m, extent(plan.roles.n, extents) / n
-        return math.prod(map(math.ceil, tiles)) * math.prod(extents[v] for v in plan.roles.grid)
-
     whole = m, n
-    while programs(m, n) < ENOUGH_PROGRAMS // 2 and (m > HIGH or n > 32):
+    while _programs(plan, extents, m, n) < ENOUGH_PROGRAMS // 2 and (m > HIGH or n > 32):
         m, n = (m // 2, n) if m > HIGH else (m, n // 2)
     if (m, n) == whole or len(plan.roles.k) > 1:
         return None

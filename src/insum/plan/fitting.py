@@ -6,6 +6,9 @@ pieces than they have, by every program anew; and where a tile reaches past the 
 of it needs a mask, and each mask registers. A copy has rows of a length that the code knows, with
 zeros where the sum ends: it is read without masks, at offsets that are numbers of the code.
 
+32-bit factors are turned, too: matrix instructions read them along the sum, and what lies across it
+reaches them number by number. A copy has its rows along the sum.
+
 Everything here depends on the plan and on the class of sizes, never on values.
 """
 
@@ -15,14 +18,21 @@ from dataclasses import dataclass
 
 from insum.lang.expr import Access, Affine
 from insum.plan.config import Config
-from insum.plan.copying import is_apart, is_large_dot, points, reading_copy
+from insum.plan.copying import (
+    HALF,
+    is_apart,
+    is_large_dot,
+    lies_along_sum,
+    points,
+    reading_copy,
+)
 from insum.plan.draft import Planned
 from insum.plan.plan import Plan
 from insum.plan.sizes import FEW, FITTED, Extent, Strides
-from insum.plan.tiling import inner_extent
+from insum.plan.tiling import LARGE_SIDE, inner_extent
 
-#: Programs that read each number, from which on a copy pays.
-LEAST_READS = 64
+#: Programs that read each number, from which on a copy pays; and where it is turned.
+LEAST_READS, LEAST_TURNED = 64, 8
 #: Numbers of a factor that is small.
 MOST_NUMBERS = 2**22
 #: Numbers of a tile whose masks, where the sum ends, take longer than a copy.
@@ -57,7 +67,11 @@ class Fit:
         copy = Access(FITTED, tuple(read.indices[dim] for dim in self.dims))
         rows, row = self.sides
         strides = Strides((rows * row, row, 1)[-len(self.dims) :], (True,) * (len(self.dims) - 1))
-        why = f"{self.tensor} is copied first, in {rows} rows of {row}, which tiles read unmasked"
+        turned = " along the sum" if plan.operand == "float32" else ""
+        why = (
+            f"{self.tensor} is copied first, in {rows} rows of {row}{turned}, which tiles read "
+            "unmasked"
+        )
         return reading_copy(plan, self.place, copy, strides, why)
 
 
@@ -65,17 +79,38 @@ def fit_of(planned: Planned, config: Config) -> Fit | None:
     """The factor that is copied, of a plan whose sides are as its config wants them; None where a
     copy does not pay.
     """
-    plan = planned.plan
-    if not is_large_dot(planned):
+    if planned.plan.operand not in (*HALF, "float32") or not is_large_dot(planned):
         return None
-    roles, m, n = plan.roles, config.m, config.n
-    sides = ((roles.left, roles.m, m, n), (roles.right, roles.n, n, m))
-    found = [_fit(planned, config, *side) for side in sides]
     return min(
-        (one for one in found if one is not None),
+        (one for one in _fits_of(planned, config) if one is not None),
         key=lambda one: planned.sizes.numel[one.tensor],
         default=None,
     )
+
+
+def is_along_sum(planned: Planned) -> bool:
+    """Whether a product of 32-bit factors reads both along the sum, one perhaps from a copy."""
+    plan = planned.plan
+    if plan.operand != "float32" or not plan.roles.dot or not _are_alone(plan):
+        return False
+    both = [plan.factors[place] for place in (*plan.roles.left, *plan.roles.right)]
+    across = [f for f in both if isinstance(f, Access) and not lies_along_sum(plan, f)]
+    if len(across) != 1:
+        return not across
+    return fit_of(planned, Config(m=LARGE_SIDE, n=LARGE_SIDE, k=32)) is not None
+
+
+def _are_alone(plan: Plan) -> bool:
+    """Whether either side of the product is one factor that is read, and not computed."""
+    sides = (plan.roles.left, plan.roles.right)
+    return all(len(side) == 1 and isinstance(plan.factors[side[0]], Access) for side in sides)
+
+
+def _fits_of(planned: Planned, config: Config) -> list[Fit | None]:
+    """Of the left factor and of the right one."""
+    roles, m, n = planned.plan.roles, config.m, config.n
+    sides = ((roles.left, roles.m, m, n), (roles.right, roles.n, n, m))
+    return [_fit(planned, config, *side) for side in sides]
 
 
 def _fit(
@@ -108,12 +143,18 @@ def _fit(
     others = [dim for dim, var in enumerate(plain) if var not in (k, across)]
     if not all(_is_shared(planned, read.indices[dim]) for dim in others):
         return None
-    units = dict(plan.strides)[read.tensor].units
-    dims = sorted((plain.index(k), plain.index(across)), key=lambda dim: units[dim] == 1)
     lengths = {k: (depth, _depth(planned, config)), across: (width, tile)}
-    rows, row = (lengths[str(plain[dim])] for dim in dims)
-    if units[dims[1]] != 1 or _fits(depth, width, row[0], config, tile, plan):
+    if plan.operand in HALF:
+        units = dict(plan.strides)[read.tensor].units
+        dims = sorted((plain.index(k), plain.index(across)), key=lambda dim: units[dim] == 1)
+        along = lengths[str(plain[dims[1]])][0]
+        fits = units[dims[1]] != 1 or _fits(depth, width, along, config, tile, plan)
+    else:
+        dims = [plain.index(across), plain.index(k)]
+        fits = lies_along_sum(plan, read) or not _are_alone(plan)
+    if fits:
         return None
+    rows, row = (lengths[str(plain[dim])] for dim in dims)
     return Fit(
         side[0],
         read.tensor,
@@ -132,7 +173,8 @@ def _depth(planned: Planned, config: Config) -> int:
 def _pays(planned: Planned, tensor: str, tile: int) -> bool:
     """``tile``: on the axis that the factor has not."""
     numbers = planned.sizes.numel[tensor]
-    return numbers <= MOST_NUMBERS and points(planned) >= LEAST_READS * tile * numbers
+    least = LEAST_READS if planned.plan.operand in HALF else LEAST_TURNED
+    return numbers <= MOST_NUMBERS and points(planned) >= least * tile * numbers
 
 
 def _is_shared(planned: Planned, index: Affine) -> bool:

@@ -27,6 +27,8 @@ SHORTEST_RUN = 16
 BESIDE_UP_TO = 16
 #: An inner variable of at most this extent may be flattened with the loop around it.
 FLATTEN_UP_TO = 64
+#: ... but not with one that picks rows of so many numbers, or more, through an index tensor.
+GATHERED_FROM = 32
 #: ... and one of at most this extent where it divides no tile: what a tile of its own would waste.
 JOIN_UP_TO = 128
 
@@ -212,13 +214,17 @@ def _indices(factor: Expr) -> list[Access]:
 def _flattened(roles: Roles, inner: str, alike: Callable[[str], bool]) -> tuple[str, ...]:
     """The tile axis around ``inner``: while it is short, kept variables that play the same role are
     flattened onto it, the innermost of the target first. What is flattened already goes on while
-    tiles would end beyond it.
+    tiles would end beyond it. What an index tensor is read by stays apart from all but the shortest
+    rows: a tile would read an index for each of its places.
     """
     if inner not in roles.kept or roles.extents[inner] >= FLATTEN_UP_TO:
         return (inner,)
+    apart = {roles.row}
+    if roles.extents[inner] >= GATHERED_FROM:
+        apart.update(v for f in roles.factors for a in _indices(f) for v in variables(a))
     axis: list[str] = []
     size = 1
-    for v in reversed([v for v in roles.kept if v != roles.row and (v == inner or alike(v))]):
+    for v in reversed([v for v in roles.kept if v == inner or alike(v) and v not in apart]):
         if size >= FLATTEN_UP_TO and (len(axis) < 2 or not _is_cut(size)):
             break
         axis.insert(0, v)

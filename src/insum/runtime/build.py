@@ -17,6 +17,7 @@ from insum.lang.types import identity
 from insum.plan import first_guess, tiling
 from insum.plan.config import Choice, Config
 from insum.plan.draft import Planned, Wishes
+from insum.plan.fitting import is_along_sum
 from insum.plan.orientation import oriented
 from insum.plan.sizes import BASE, NEW, OUT
 from insum.plan.uses import Use
@@ -98,7 +99,11 @@ def first_choice(planned: Planned, wishes: Wishes) -> Choice:
     """What the model says, without any search."""
     plan = oriented(planned.plan, planned.extents, allowed=wishes.settings.swap)
     choice = first_guess.first_choice(
-        plan, planned.extents, longest=planned.longest, entries=planned.entries
+        plan,
+        planned.extents,
+        longest=planned.longest,
+        entries=planned.entries,
+        along_sum=is_along_sum(replace(planned, plan=plan)),
     )
     return first_guess.suited(planned.plan, choice, wishes.architecture)
 

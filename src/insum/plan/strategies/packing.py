@@ -33,6 +33,8 @@ from insum.plan.substitution import substitute
 #: Rows of one tile, and how many rows a table has at least that is worth an order.
 TILE = 128
 LEAST_ROWS, LEAST_STEPS = 1024, 4
+#: Numbers of a gathered row from which on its steps are better walked than flattened with it.
+LEAST_CHANNELS = 16
 #: Steps of tables that are worth an order where a tile could hold many of them anyhow: rows of more
 #: are sorted by several words, for longer than it saves.
 MOST_JOINED = 124
@@ -57,7 +59,13 @@ def packed(subject: Subject, draft: Draft) -> tuple[Draft, bool]:
     )
     if not meeting:
         return draft, False
-    found = _table(subject, draft, list(roles.k), roles.grid, kept=False)
+    flattened = [
+        v
+        for axis in (roles.m, roles.n)
+        if draft.extents[axis[-1]] >= LEAST_CHANNELS
+        for v in axis[:-1]
+    ]
+    found = _table(subject, draft, list(roles.k), (*roles.grid, *flattened), kept=False)
     trial = None if found is None else _to_pieces(subject, draft, *found)
     return (draft, False) if trial is None else (trial, True)
 
