@@ -588,7 +588,8 @@ def test_a_step_of_a_whole_network(narrow: bool, most: int, unwritten: None, cou
     alone = sum(m.geometry.volume == 1 for m in layers)
     assert found["generated"] == 3 * (len(layers) - alone) - 1, found  # not of what comes in
     assert found["insum_find"] == 13 and not found["insum_invert"], found
-    assert len(names) - found["generated"] <= 45, found
+    # of five maps the tiles of every step are listed, too, for the gradients of weights
+    assert len(names) - found["generated"] <= 50 and found["insum_by_step"] == 5, found
     assert ops["aten::matmul"] == alone and not ops["aten::select_backward"], ops
     assert ops["aten::detach"] == len(list(net.parameters())), ops
     # of a strided map the first box is looked for, keys are sorted, and skips are joined

@@ -12,8 +12,8 @@ from insum.plan.draft import Planned
 from insum.plan.plan import Plan
 from insum.plan.sizes import Strides
 
-#: Points of a product that is worth one launch more.
-LEAST_POINTS = 2**27
+#: Points of a product that is worth one launch more; and of 32-bit numbers.
+LEAST_POINTS, LEAST_WIDE = 2**27, 2**30
 HALF = ("float16", "bfloat16")
 
 
@@ -21,7 +21,7 @@ def is_large_dot(planned: Planned) -> bool:
     """Whether a plan is a matrix product with points enough for a copy."""
     if not planned.plan.roles.dot or planned.sizes.general:
         return False
-    return points(planned) >= LEAST_POINTS
+    return points(planned) >= (LEAST_POINTS if planned.plan.operand in HALF else LEAST_WIDE)
 
 
 def lies_along_sum(plan: Plan, read: Access) -> bool:

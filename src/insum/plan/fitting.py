@@ -155,13 +155,10 @@ def _fit(
     if fits:
         return None
     rows, row = (lengths[str(plain[dim])] for dim in dims)
-    return Fit(
-        side[0],
-        read.tensor,
-        (*others, *dims),
-        (max(rows[0].most, rows[1]), max(row[0].most, row[1])),
-        (rows[1], row[1]),
-    )
+    sides = max(rows[0].most, rows[1]), max(row[0].most, row[1])
+    # What is turned is filled to its sides: large tiles and small ones have one kernel for it.
+    ends = (rows[1], row[1]) if plan.operand in HALF else sides
+    return Fit(side[0], read.tensor, (*others, *dims), sides, ends)
 
 
 def _depth(planned: Planned, config: Config) -> int:

@@ -27,7 +27,7 @@ SHORTEST_RUN = 16
 BESIDE_UP_TO = 16
 #: An inner variable of at most this extent may be flattened with the loop around it.
 FLATTEN_UP_TO = 64
-#: ... but not with one that picks rows of so many numbers, or more, through an index tensor.
+#: ... but not with one that picks rows of so many numbers, or more, anew at every step of the sum.
 GATHERED_FROM = 32
 #: ... and one of at most this extent where it divides no tile: what a tile of its own would waste.
 JOIN_UP_TO = 128
@@ -166,8 +166,9 @@ def _as_dot(roles: Roles, m: str, n: str, k: str) -> Contraction:
     right = tuple(f for f in with_k if n in depends[f])
     left = tuple(f for f in with_k if f not in right)
     left_on, right_on = (frozenset().union(*(depends[f] for f in side)) for side in (left, right))
-    m_axis = _flattened(roles, m, lambda v: v in left_on and v not in right_on)
-    n_axis = _flattened(roles, n, lambda v: v in right_on and v not in left_on)
+    apart = _read_with(roles, k)
+    m_axis = _flattened(roles, m, lambda v: v in left_on and v not in right_on, apart)
+    n_axis = _flattened(roles, n, lambda v: v in right_on and v not in left_on, apart)
     axes = {*m_axis, *n_axis, k}
     summed = [v for v in roles.summed if v not in axes]
     post = tuple(f for f in range(len(depends)) if f not in with_k)
@@ -211,20 +212,27 @@ def _indices(factor: Expr) -> list[Access]:
     return [a for access in outer for index in access.indices for a in accesses(index)]
 
 
-def _flattened(roles: Roles, inner: str, alike: Callable[[str], bool]) -> tuple[str, ...]:
+def _read_with(roles: Roles, k: str) -> frozenset[str]:
+    """Variables that index tensors are read by together with ``k``."""
+    reads = (variables(a) for f in roles.factors for a in _indices(f))
+    return frozenset(v for vars_ in reads if k in vars_ for v in vars_)
+
+
+def _flattened(
+    roles: Roles, inner: str, alike: Callable[[str], bool], apart: frozenset[str]
+) -> tuple[str, ...]:
     """The tile axis around ``inner``: while it is short, kept variables that play the same role are
     flattened onto it, the innermost of the target first. What is flattened already goes on while
-    tiles would end beyond it. What an index tensor is read by stays apart from all but the shortest
-    rows: a tile would read an index for each of its places.
+    tiles would end beyond it. What index tensors are read by together with the summed variable
+    stays ``apart`` from all but the shortest rows: a tile would read an index for each of its
+    places.
     """
     if inner not in roles.kept or roles.extents[inner] >= FLATTEN_UP_TO:
         return (inner,)
-    apart = {roles.row}
-    if roles.extents[inner] >= GATHERED_FROM:
-        apart.update(v for f in roles.factors for a in _indices(f) for v in variables(a))
+    others = {roles.row} | (apart if roles.extents[inner] >= GATHERED_FROM else frozenset())
     axis: list[str] = []
     size = 1
-    for v in reversed([v for v in roles.kept if v == inner or alike(v) and v not in apart]):
+    for v in reversed([v for v in roles.kept if v == inner or alike(v) and v not in others]):
         if size >= FLATTEN_UP_TO and (len(axis) < 2 or not _is_cut(size)):
             break
         axis.insert(0, v)
