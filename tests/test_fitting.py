@@ -173,9 +173,18 @@ def test_explain_tells() -> None:
 def test_the_copy_is_bounded() -> None:
     """At most four times the factor, which is bounded itself."""
     *_, one = launches(look(100, 72))
-    rows, row = dict(one.launch.plan.strides)["<fitted>"].units[:2]
-    assert rows // row * row < 4 * 100 * 72
+    counts = one.launch.counts
+    assert 0 < counts["fitted_rows"] * counts["fitted_row"] * fitting.UNIT < 4 * 100 * 72
     assert fitting.MOST_NUMBERS <= 2**22
+
+
+def test_networks_of_many_widths_share_kernels() -> None:
+    """How long the rows of copies are is passed."""
+    every = ((64, 128), (128, 128), (192, 128), (128, 96), (96, 96), (256, 256), (384, 256))
+    for dtype, most in ((torch.float32, 1), (torch.float16, 2)):
+        found = {one.launch.text for pair in every for one in launches(look(*pair, dtype=dtype))}
+        copies = [text for text, *_ in found if "__copies_w" in text]
+        assert 0 < len(copies) <= most and len(found) <= len(every) + most, copies
 
 
 @pytest.mark.compile_only

@@ -4,17 +4,19 @@ loads read (`plan.aligning`).
 
 from __future__ import annotations
 
-from insum.codegen.arguments import Argument, ExtentArgument, Length, Pointer, Stride
+from insum.codegen.arguments import Argument, Count, ExtentArgument, Length, Pointer, Stride
 from insum.codegen.emit import signature
 from insum.codegen.frame import Kernel, kernel_name
 from insum.lang.expr import Access
 from insum.plan.aligning import Alignment
-from insum.plan.fitting import Fit
+from insum.plan.fitting import FITTED_ROW, FITTED_ROWS, UNIT, Fit
 from insum.plan.plan import Plan
 from insum.plan.sizes import ALIGNED, FITTED
 
 #: Numbers that a program copies, and of a row at once.
 COPIED, AT_ONCE = 2048, 256
+#: Rows that a program copies into whole tiles, and of a row at once: the same for all lengths.
+FITTED_AT_ONCE, COLUMNS = 16, 128
 
 
 def rows_at_once(row: int) -> int:
@@ -50,8 +52,8 @@ class _FitWriter:
         return Kernel(name, "\n".join(lines) + "\n", tuple(self.arguments.values()))
 
     def body(self) -> list[str]:
-        fit, (rows, row) = self.fit, self.fit.sides
-        width, count = min(row, AT_ONCE), rows_at_once(row)
+        fit = self.fit
+        rows, row = self.arg(Count(FITTED_ROWS)), f"({self.arg(Count(FITTED_ROW))} * {UNIT})"
         source, matrices = self.arg(Pointer(fit.tensor)), "1"
         tall, wide = (self.size(var) for var in self.vars)
         offset = f"(place * {self.stride(fit.dims[-2])})[:, None]"
@@ -60,26 +62,26 @@ class _FitWriter:
             offset = f"(matrix * {self.stride(fit.dims[0])})[:, None] + {offset}"
         first = "tl.program_id(0)" + (".to(tl.int64)" if self.plan.wide else "")
         return [
-            f"at = {first} * {count} + tl.arange(0, {count})",
+            f"at = {first} * {FITTED_AT_ONCE} + tl.arange(0, {FITTED_AT_ONCE})",
             f"matrix = at // {rows}",
             f"place = at % {rows}",
             # beyond the tiles of the product nothing is read
-            f"filled = (matrix < {matrices}) & (place < {self.end(tall, fit.ends[0])})",
+            f"filled = (matrix < {matrices}) & (place < {self.end(tall, fit.ends[0], rows)})",
             f"there = filled & (place < {tall})",
-            f"for first in range(0, {self.end(wide, fit.ends[1])}, {width}):",
-            f"    column = first + tl.arange(0, {width})",
+            f"for first in range(0, {self.end(wide, fit.ends[1], row)}, {COLUMNS}):",
+            f"    column = first + tl.arange(0, {COLUMNS})",
             f"    value = tl.load({source} + {offset} + {self.columns()}[None, :], "
             f"mask=there[:, None] & (column < {wide})[None, :], other=0)",
             f"    tl.store({self.arg(Pointer(FITTED))} + (at * {row})[:, None] + column[None, :], "
-            "value, mask=filled[:, None])",
+            f"value, mask=filled[:, None] & (column < {row})[None, :])",
         ]
 
     def columns(self) -> str:
         stride = self.stride(self.fit.dims[-1])
         return "column" if stride == "1" else f"(column * {stride})"
 
-    def end(self, size: str, tile: int) -> str:
-        return f"tl.cdiv({size}, {tile}) * {tile}"
+    def end(self, size: str, tile: int | None, side: str) -> str:
+        return side if tile is None else f"tl.cdiv({size}, {tile}) * {tile}"
 
     def arg(self, argument: Argument) -> str:
         self.arguments.setdefault(argument.name, argument)

@@ -8,7 +8,7 @@ import re
 
 import torch
 
-from insum.codegen.arguments import Length, Passed, Pointer, Stride
+from insum.codegen.arguments import Count, Length, Passed, Pointer, Stride
 from insum.codegen.frame import Frame
 from insum.codegen.functions import COMPARED, call
 from insum.codegen.values import Val, combine, narrow_first, union
@@ -27,6 +27,7 @@ from insum.lang.expr import (
 )
 from insum.lang.types import Typed, accumulator, call_type, deciding, infer, is_rounded
 from insum.plan.draft import TRITON
+from insum.plan.fitting import FITTED_ROW, FITTED_ROWS
 from insum.plan.sizes import ALIGNED, FITTED
 
 
@@ -77,6 +78,9 @@ class Reads:
         """
         if unit >= 0:
             return str(unit)
+        if tensor == FITTED:
+            lengths = [FITTED_ROWS, FITTED_ROW][dim - len(self.units(tensor)) + 1 :]
+            return f"({' * '.join(self.frame.arg(Count(n)) for n in lengths)} * {-unit})"
         name = self.frame.arg(Stride(tensor, self.dimension(tensor, dim), -unit))
         return name if unit == -1 else f"({name} * {-unit})"
 

@@ -3,8 +3,9 @@ it fills whole tiles.
 
 Tiles walk rows of such a factor. Rows that do not begin at whole sectors of memory are read in more
 pieces than they have, by every program anew; and where a tile reaches past the last row, each load
-of it needs a mask, and each mask registers. A copy has rows of a length that the code knows, with
-zeros where the sum ends: it is read without masks, at offsets that are numbers of the code.
+of it needs a mask, and each mask registers. A copy has rows that begin at whole sectors, with zeros
+where the sum ends: it is read without masks. How long its rows are is passed, so that networks of
+many widths share kernels.
 
 32-bit factors are turned, too: matrix instructions read them along the sum, and what lies across it
 reaches them number by number. A copy has its rows along the sum.
@@ -39,6 +40,10 @@ MOST_NUMBERS = 2**22
 LEAST_MASKED = 64 * 128
 #: Numbers of half precision in a sector of memory, at whose multiples rows begin.
 SECTOR = 16
+#: In which lengths of rows are passed: the least tile.
+UNIT = 16
+#: The rows of a matrix of the copy, and their length in units.
+FITTED_ROWS, FITTED_ROW = "fitted_rows", "fitted_row"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +56,19 @@ class Fit:
         dims: dimensions of the tensor in the order of the copy: one that selects a matrix, where
             there are several, and the two of the tile.
         sides: lengths of these two in the copy.
-        ends: which multiples of their extents are filled.
+        ends: which multiples of their extents are filled; None: all.
     """
 
     place: int
     tensor: str
     dims: tuple[int, ...]
     sides: tuple[int, int]
-    ends: tuple[int, int]
+    ends: tuple[int | None, int | None]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What is passed of the copy, to what fills it and to what reads it."""
+        return {FITTED_ROWS: self.sides[0], FITTED_ROW: self.sides[1] // UNIT}
 
     def reading(self, plan: Plan) -> Plan:
         """The plan, with the copy in the place of the factor."""
@@ -66,7 +76,8 @@ class Fit:
         assert isinstance(read, Access)
         copy = Access(FITTED, tuple(read.indices[dim] for dim in self.dims))
         rows, row = self.sides
-        strides = Strides((rows * row, row, 1)[-len(self.dims) :], (True,) * (len(self.dims) - 1))
+        units = (-UNIT, -UNIT, 1)[-len(self.dims) :]
+        strides = Strides(units, (True,) * (len(self.dims) - 1))
         turned = " along the sum" if plan.operand == "float32" else ""
         why = (
             f"{self.tensor} is copied first, in {rows} rows of {row}{turned}, which tiles read "
@@ -157,7 +168,7 @@ def _fit(
     rows, row = (lengths[str(plain[dim])] for dim in dims)
     sides = max(rows[0].most, rows[1]), max(row[0].most, row[1])
     # What is turned is filled to its sides: large tiles and small ones have one kernel for it.
-    ends = (rows[1], row[1]) if plan.operand in HALF else sides
+    ends = (rows[1], row[1]) if plan.operand in HALF else (None, None)
     return Fit(side[0], read.tensor, (*others, *dims), sides, ends)
 
 

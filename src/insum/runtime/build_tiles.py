@@ -4,12 +4,13 @@ copied first where that pays, and long reductions cut into pieces.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 
 from insum.codegen.arguments import Count, ExtentArgument
-from insum.codegen.copies import emit_aligning, emit_fitting, rows_at_once
+from insum.codegen.copies import FITTED_AT_ONCE, emit_aligning, emit_fitting, rows_at_once
 from insum.codegen.emit import Kernel, Shape, emit
 from insum.lang.expr import Access, accesses, fresh, index_of, variables
 from insum.plan import first_guess, tiling
@@ -42,7 +43,7 @@ def tiles(product: ProductBuild) -> ProductLaunches:
         lazy=wished.lazy_broadcasting,
     )
     grid = (*tile_grid(plan.roles, config), ((Count("piece_count"),), 1))
-    counts = {"piece_count": pieces}
+    counts = {"piece_count": pieces, **(fit.counts if fit else {})}
     one = product.launch(plan, config, kernel, grid, product.segment_arrays(), counts)
     copies = [
         *([_fitted(product, fit)] if fit else []),
@@ -65,7 +66,7 @@ def _fitted(product: ProductBuild, fit: Fit) -> tuple[Launch, CopyRoom]:
     plan, rows = _copying(product, FITTED, fit.tensor, (*matrices, fit.sides[0]))
     kernel = emit_fitting(plan, fit, dict(product.units()))
     room = _room_of(product, FITTED, fit.tensor, (*matrices, *fit.sides))
-    return _copy(product, plan, kernel, fit.tensor, rows, rows_at_once(fit.sides[1])), room
+    return _copy(product, plan, kernel, fit.tensor, rows, FITTED_AT_ONCE, fit.counts), room
 
 
 def _aligned(product: ProductBuild, alignment: Alignment) -> tuple[Launch, CopyRoom]:
@@ -74,7 +75,7 @@ def _aligned(product: ProductBuild, alignment: Alignment) -> tuple[Launch, CopyR
     plan, rows = _copying(product, ALIGNED, tensor, (length,))
     kernel = emit_aligning(plan, alignment, dict(product.units()))
     room = _room_of(product, ALIGNED, tensor, (length, alignment.row))
-    return _copy(product, plan, kernel, tensor, rows, rows_at_once(alignment.row)), room
+    return _copy(product, plan, kernel, tensor, rows, rows_at_once(alignment.row), {}), room
 
 
 def _copying(product: ProductBuild, name: str, tensor: str, rows: SizeExpr) -> tuple[Plan, str]:
@@ -85,12 +86,18 @@ def _copying(product: ProductBuild, name: str, tensor: str, rows: SizeExpr) -> t
 
 
 def _copy(
-    product: ProductBuild, plan: Plan, kernel: Kernel, tensor: str, rows: str, at_once: int
+    product: ProductBuild,
+    plan: Plan,
+    kernel: Kernel,
+    tensor: str,
+    rows: str,
+    at_once: int,
+    counts: Mapping[str, int],
 ) -> Launch:
     header = f'"""Copies {tensor} for {as_comment(plan.statement)}"""'
     grid: Grid = (((ExtentArgument(rows),), at_once),)
     config, function = Config(warps=4, stages=1), launch.load(kernel, header)
-    return Launch(plan, kernel, function, header, config, grid, {}, {}, room=product.room)
+    return Launch(plan, kernel, function, header, config, grid, {}, counts, room=product.room)
 
 
 def _room_of(product: ProductBuild, name: str, tensor: str, shape: SizeExpr) -> CopyRoom:
