@@ -632,7 +632,25 @@ def equivariant_lines(result: dict[str, Any]) -> list[str]:
     lines = [f"## {section['title']}", "", *_about(result["sections"]), *_head(*TIMES)]
     for direction in ("forward", "forward+backward", "double backward"):
         lines += time_lines(section, direction)
-    return [*lines, "", f"Made by {_commands(result)}."]
+    notes = [_memory_beside(section["rows"]), *section.get("notes", [])]
+    return [*lines, "", *(f"{note}\n" for note in notes), f"Made by {_commands(result)}."]
+
+
+def _memory_beside(rows: list[Row]) -> str:
+    """Ours as a share of each rival's, over all rows."""
+    shares: dict[str, list[float]] = {}
+    directions = dict.fromkeys(row["direction"] for row in rows)
+    for direction in directions:
+        for every in grouped(rows, direction).values():
+            mine = ours(every)
+            for row in every if mine is not None else ():
+                if row is not mine and row["memory_mib"]:
+                    share = mine["memory_mib"] / row["memory_mib"]  # type: ignore[index]
+                    shares.setdefault(row["contender"], []).append(share)
+    told = ", ".join(
+        f"{min(found):.2f} to {max(found):.2f} times {name}'s" for name, found in shares.items()
+    )
+    return f"Peak memory of insum beside the inputs: {told}."
 
 
 def _commands(result: dict[str, Any]) -> str:
