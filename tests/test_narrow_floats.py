@@ -14,6 +14,7 @@ import insum
 from insum.formats import COO, BlockGroupCOO, GroupCOO, SparseFormat
 from insum.nn import (
     BlockSparseLinear,
+    ElementwiseTensorProduct,
     GCNConv,
     GlobalPool,
     SemiStructuredLinear,
@@ -190,6 +191,27 @@ def test_layers_that_compute_nothing_in_them_say_so() -> None:
     with pytest.raises(insum.errors.DtypeError, match=r"try: x\.to\(torch\.bfloat16\)"):
         voxels + voxels
     assert GlobalPool()(voxels).dtype == torch.float32
+
+
+def test_layers_of_what_nothing_is_computed_in() -> None:
+    layer = torch.nn.Linear(32, 32).to(torch.float8_e5m2fnuz)
+    with pytest.raises(insum.DtypeError, match="layer is a Linear") as told:
+        BlockSparseLinear.from_dense(layer, density=0.5)
+    assert "weights that insum computes with, or an nn.Linear that holds one" in str(told.value)
+
+
+@both
+def test_products_with_scalars(narrow: torch.dtype) -> None:
+    """No statement is run for them; they are computed in what one would be."""
+    product = ElementwiseTensorProduct("4x0e", "4x0e")
+    x, y = torch.rand(3, 4).to(narrow), torch.rand(3, 4).to(narrow)
+    for first, second in ((x, y), (x, y.float()), (x.double(), y)):
+        got = product(first, second)
+        want = product(first.double(), second.double())
+        assert got.dtype == (torch.float64 if first.dtype == torch.float64 else torch.float32)
+        assert_close(got.double(), want)
+    with pytest.raises(insum.DtypeError, match="x is a float8_e5m2fnuz tensor"):
+        product(x.float().to(torch.float8_e5m2fnuz), y)
 
 
 def test_a_layer_with_weights_of_8_bits() -> None:

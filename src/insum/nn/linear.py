@@ -23,8 +23,12 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-WEIGHTS = Accepted("a tensor of weights", lambda v: VALUES.fits(v) and ELEMENTS.fits(v))
-LINEAR = Accepted("an nn.Linear", lambda v: isinstance(v, nn.Linear) and WEIGHTS.fits(v.weight))
+WEIGHTS = Accepted(
+    "a tensor of weights that insum computes with", lambda v: VALUES.fits(v) and ELEMENTS.fits(v)
+)
+LINEAR = Accepted(
+    "an nn.Linear that holds one", lambda v: isinstance(v, nn.Linear) and WEIGHTS.fits(v.weight)
+)
 
 
 class SparseLinear(nn.Module):

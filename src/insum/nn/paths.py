@@ -21,6 +21,7 @@ one list (`Group.along_edges`).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from insum.accepted import VALUES, require
+from insum.errors import DtypeError
 from insum.formats import GroupCOO
+from insum.lang.types import promoted, widened
 from insum.nn.irreps import Irreps
 from insum.nn.multilinear import Multilinear
 from insum.nn.wigner import wigner_3j
@@ -293,6 +297,15 @@ def groups_of(
     return tuple(Group(*key[:3], *zip(*members)) for key, members in found.items())  # type: ignore[arg-type]
 
 
+def _alike(**factors: Tensor) -> list[Tensor]:
+    """Factors in the dtype that a statement would compute their product in."""
+    for name, factor in factors.items():
+        require(name, factor, VALUES, DtypeError)
+    dtypes = [factor.dtype for factor in factors.values()]
+    common = widened(functools.reduce(promoted, dtypes))
+    return [factor.to(common) for factor in factors.values()]
+
+
 @dataclass(frozen=True)
 class ScalarPath:
     """A path whose second input is scalars: nothing couples, so that it is a multiplication, in
@@ -309,9 +322,8 @@ class ScalarPath:
 
     def __call__(self, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
         """From (b, u, components), (b, v) and its weights to (b, w, components)."""
-        if not x.dtype == y.dtype == weight.dtype:  # as products of statements
-            common = torch.promote_types(torch.promote_types(x.dtype, y.dtype), weight.dtype)
-            x, y, weight = x.to(common), y.to(common), weight.to(common)
+        if not x.dtype == y.dtype == weight.dtype or x.dtype.itemsize == 1:
+            x, y, weight = _alike(x=x, y=y, weight=weight)
         y = y if abs(self.scale - 1) < 1e-12 else y * self.scale
         if self.path.mode == "uuu":
             return x * y.unsqueeze(-1)
