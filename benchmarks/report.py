@@ -18,7 +18,7 @@ import re
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,7 @@ def table(folder: Path = RESULTS) -> str:
     for name, make in (("bench.json", bench_table), ("kernels.json", kernels_table)):
         if (folder / name).exists():
             lines = make(json.loads((folder / name).read_text(encoding="utf-8")))
-            for more, more_lines in (
-                ("fresh.json", new_data_summary),
-                ("fusion.json", fusion_summary),
-            ):
+            for more, more_lines in SUMMARIES.items():
                 if (folder / more).exists():
                     found = json.loads((folder / more).read_text(encoding="utf-8"))
                     lines += ["", *more_lines(found)]
@@ -818,8 +815,62 @@ def fusion_summary(result: dict[str, Any]) -> list[str]:
     ]
 
 
+def _spread(ratios: Sequence[float]) -> str:
+    """Of how many times as fast: least, largest, median, and how often slower."""
+    least, most = min(ratios), max(ratios)
+    return (
+        f"{least:.2f}x to {most:.2f}x, median {statistics.median(ratios):.2f}x, "
+        f"slower in {sum(r < 0.995 for r in ratios)} of {len(ratios)}"
+    )
+
+
+def equivariant_summary(result: dict[str, Any]) -> list[str]:
+    """A sentence: how many times as fast as those who wrote kernels for it."""
+    (section,) = result["sections"]
+    parts = []
+    for direction in ("forward", "forward+backward", "double backward"):
+        ratios: dict[str, list[float]] = {}
+        for rows in grouped(section["rows"], direction).values():
+            mine = ours(rows)
+            for row in rows if mine is not None else ():
+                if row is not mine and row["milliseconds"]:
+                    ratio = row["milliseconds"] / mine["milliseconds"]  # type: ignore[index]
+                    ratios.setdefault(row["contender"], []).append(ratio)
+        told = "; ".join(f"{name} {_spread(found)}" for name, found in ratios.items())
+        parts.append(f"{direction}: {told}")
+    return [
+        "The convolution of equivariant networks (`insum.nn.TensorProductConv`), degrees 1 to 3, "
+        "32 to 128 channels, up to 2 million edges, times as fast as the libraries that were made "
+        f"for it. {'. '.join(part[0].upper() + part[1:] for part in parts)}. "
+        "[Each row](docs/results.md#equivariant-convolution).",
+    ]
+
+
+def unet_summary(result: dict[str, Any]) -> list[str]:
+    """A sentence: a whole network over voxels beside the same with FlexGEMM's convolutions."""
+    steps: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in result["rows"]:
+        key = tuple(row[k] for k in ("cloud", "batch", "dtype", "direction"))
+        steps.setdefault(key, {})[row["contender"]] = row
+    both = [pair for pair in steps.values() if {"insum", "FlexGEMM"} <= set(pair)]
+    parts = [
+        f"{words} {_spread([pair['FlexGEMM'][kind] / pair['insum'][kind] for pair in both])}"
+        for kind, words in (("steady_ms", "maps that are there"), ("fresh_ms", "new clouds"))
+    ]
+    return [
+        "MinkUNet18 over four clouds, alone and in batches of four, half precision and TF32, "
+        "forward and with backward, times as fast as with FlexGEMM's convolutions: "
+        f"{'; '.join(parts)}. [Each row](docs/results.md#minkunet18).",
+    ]
+
+
 #: What the README has a sentence of.
-SUMMARIES = {"fresh.json": new_data_summary, "fusion.json": fusion_summary}
+SUMMARIES = {
+    "fresh.json": new_data_summary,
+    "unet.json": unet_summary,
+    "equivariant.json": equivariant_summary,
+    "fusion.json": fusion_summary,
+}
 
 
 def fresh_lines(result: dict[str, Any]) -> list[str]:
