@@ -182,6 +182,14 @@ def test_masks_of_weights_of_8_bits() -> None:
     assert torch.equal(semi_structured_mask(weight), semi_structured_mask(wide))
 
 
+@both
+def test_single_weights_that_are_left_out(narrow: torch.dtype) -> None:
+    weight, mask = torch.randn(8, 8).to(narrow), torch.rand(8, 8) < 0.5
+    mask[0, 0] = True
+    layer = BlockSparseLinear.from_dense(weight, mask, block_shape=4)
+    assert torch.equal(layer.weight().to_dense().float(), weight.float() * mask)
+
+
 def test_layers_that_compute_nothing_in_them_say_so() -> None:
     edges, x = torch.tensor([[0, 1], [1, 2]]), torch.randn(3, 4)
     for layer, given in ((GCNConv(4, 2).to(E4), x.to(E4)), (GCNConv(4, 2), x.to(E4))):

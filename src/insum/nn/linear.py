@@ -201,7 +201,8 @@ class BlockSparseLinear(SparseLinear):
         shape, block = tuple(weight.shape), checked_block(block_shape, 2)
         if mask is not None and tuple(mask.shape) == shape != grid_of(shape, block):
             one_device(weight=weight, mask=mask)
-            weight, mask = weight * (mask != 0), in_blocks(mask != 0, block).any(3).any(1)
+            kept = mask != 0
+            weight, mask = weight.where(kept, 0), in_blocks(kept, block).any(3).any(1)
         chosen = _chosen(
             mask,
             density,
@@ -210,9 +211,9 @@ class BlockSparseLinear(SparseLinear):
             grid_of(shape, block),
             pruned=in_blocks(weight != 0, block).any(3).any(1),
         )
-        kept = over_blocks(chosen, block, shape).nonzero(as_tuple=True)
+        places = over_blocks(chosen, block, shape).nonzero(as_tuple=True)
         return cls(
-            BlockGroupCOO.from_entries(kept, weight[kept], shape, block_shape=block, **options),
+            BlockGroupCOO.from_entries(places, weight[places], shape, block_shape=block, **options),
             bias,
         )
 
