@@ -167,6 +167,24 @@ def test_factors_of_32_bits_are_turned(
         assert error(one, right) < 1e-5
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("turned", [False, True], ids=["as it is", "along the sum"])
+@pytest.mark.parametrize(("depth", "width"), [(8, 3), (8, 8), (8, 40), (2, 16), (12, 24), (24, 5)])
+def test_rows_that_are_shorter_than_any_tile(
+    depth: int, width: int, turned: bool, dtype: torch.dtype
+) -> None:
+    """Several entries of a segment fill a tile, each with few numbers; or columns are few."""
+    torch.manual_seed(0)
+    a, b = torch.randn(60, 16, depth).to(dtype), torch.randn(6, depth, width).to(dtype)
+    r, c = torch.arange(5).repeat_interleave(12), torch.randint(0, 6, (60,))
+    values = {"A": a, "B": b.mT.contiguous().mT if turned else b}
+    indices = {"r": insum.unchanging(r), "c": insum.unchanging(c)}
+    statement, shape = "Y[r[p],i,j] = A[p,i,k] * B[c[p],k,j]", (5, 16, width)
+    got = insum.insum(statement, **values, **indices, out_shape=shape)  # type: ignore[arg-type]
+    each = torch.einsum("pik,pkj->pij", a.double(), b.double()[c])
+    assert error(got, each.new_zeros(shape).index_add(0, r, each)) < 2e-3
+
+
 def test_in_place_and_in_deterministic_mode() -> None:
     f, w, nb = drawn(40, 24)
     torch.use_deterministic_algorithms(True)

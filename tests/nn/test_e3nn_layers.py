@@ -26,6 +26,7 @@ from insum.nn import (
     wigner_3j,
 )
 from insum.nn.symmetric_contraction import coupled
+from insum.testing.hostile import symbol
 from nn.test_tensor_product import rotation
 
 MISSING = "e3nn is not installed: not compared with it"
@@ -347,3 +348,11 @@ def test_views_of_a_weight_without_a_shape(layer: Any) -> None:
     layer.weight = torch.nn.parameter.UninitializedParameter()
     with pytest.raises(insum.DtypeError, match="weight is a parameter without a shape yet"):
         layer.weight_view_for_instruction(0)
+
+
+@pytest.mark.parametrize("number", [-1, 2, True, 0.0, "0", symbol()], ids=repr)
+def test_instructions_that_are_not_there(number: Any) -> None:
+    layers = Linear("2x0e+1o", "3x0e+1o"), FullyConnectedTensorProduct("0e", "0e+1o", "0e+1o")
+    for layer in layers:
+        with pytest.raises(insum.BindingError, match=f"there is no instruction {number}"):
+            layer.weight_view_for_instruction(number)

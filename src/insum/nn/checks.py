@@ -14,7 +14,7 @@ from insum.accepted import (
     F,
     explains,
     is_fake,
-    is_integer,
+    is_size,
     require,
 )
 from insum.call import prepared
@@ -197,7 +197,7 @@ def node_rows(name: str, x: Tensor, channels: int, *, only: bool = False) -> Non
 
 def instruction_number(number: int, count: int) -> None:
     """One of so many instructions."""
-    if not is_integer(number) or not 0 <= number < count:
+    if not is_size(number, 0, count):
         raise BindingError(
             f"there is no instruction {number}", expected=f"a number from 0 to {count - 1}"
         )

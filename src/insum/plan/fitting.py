@@ -40,7 +40,7 @@ MOST_NUMBERS = 2**22
 LEAST_MASKED = 64 * 128
 #: Numbers of half precision in a sector of memory, at whose multiples rows begin.
 SECTOR = 16
-#: In which lengths of rows are passed: the least tile.
+#: In which lengths of rows are passed, and the least of them.
 UNIT = 16
 #: The rows of a matrix of the copy, and their length in units.
 FITTED_ROWS, FITTED_ROW = "fitted_rows", "fitted_row"
@@ -68,7 +68,9 @@ class Fit:
     @property
     def counts(self) -> dict[str, int]:
         """What is passed of the copy, to what fills it and to what reads it."""
-        return {FITTED_ROWS: self.sides[0], FITTED_ROW: self.sides[1] // UNIT}
+        rows, row = self.sides
+        assert row % UNIT == 0, row
+        return {FITTED_ROWS: rows, FITTED_ROW: row // UNIT}
 
     def reading(self, plan: Plan) -> Plan:
         """The plan, with the copy in the place of the factor."""
@@ -108,7 +110,7 @@ def is_along_sum(planned: Planned) -> bool:
     across = [f for f in both if isinstance(f, Access) and not lies_along_sum(plan, f)]
     if len(across) != 1:
         return not across
-    return fit_of(planned, Config(m=LARGE_SIDE, n=LARGE_SIDE, k=32)) is not None
+    return fit_of(planned, Config(m=LARGE_SIDE, n=2 * LARGE_SIDE, k=32)) is not None
 
 
 def _are_alone(plan: Plan) -> bool:
@@ -166,7 +168,7 @@ def _fit(
     if fits:
         return None
     rows, row = (lengths[str(plain[dim])] for dim in dims)
-    sides = max(rows[0].most, rows[1]), max(row[0].most, row[1])
+    sides = max(rows[0].most, rows[1]), max(row[0].most, row[1], UNIT)
     # What is turned is filled to its sides: large tiles and small ones have one kernel for it.
     ends = (rows[1], row[1]) if plan.operand in HALF else (None, None)
     return Fit(side[0], read.tensor, (*others, *dims), sides, ends)
