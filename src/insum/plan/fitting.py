@@ -122,56 +122,89 @@ def _are_alone(plan: Plan) -> bool:
 def _fits_of(planned: Planned, config: Config) -> list[Fit | None]:
     """Of the left factor and of the right one."""
     roles, m, n = planned.plan.roles, config.m, config.n
-    sides = ((roles.left, roles.m, m, n), (roles.right, roles.n, n, m))
-    return [_fit(planned, config, *side) for side in sides]
+    sides = (
+        _side(planned, roles.left, roles.m, m, n),
+        _side(planned, roles.right, roles.n, n, m),
+    )
+    return [None if side is None else _fit(planned, config, side) for side in sides]
 
 
-def _fit(
-    planned: Planned,
-    config: Config,
-    side: tuple[int, ...],
-    axis: tuple[str, ...],
-    tile: int,
-    opposite: int,
-) -> Fit | None:
-    """The fit of the one factor on a side of the product, which has this axis beside the summed
-    one; ``tile`` on it and on the ``opposite`` one.
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """The one factor on a side of a product: a matrix, or several of which an index selects one.
+
+    Attributes:
+        place: of the factor, in the product.
+        read: what it reads.
+        vars: the summed variable, and the one across it.
+        extents: of these two.
+        tile: on the axis of the second.
+    """
+
+    place: int
+    read: Access
+    vars: tuple[str, str]
+    extents: tuple[Extent, Extent]
+    tile: int
+
+    def dim(self, var: str) -> int:
+        return [index.var for index in self.read.indices].index(var)
+
+
+def _side(
+    planned: Planned, places: tuple[int, ...], axis: tuple[str, ...], tile: int, opposite: int
+) -> _Side | None:
+    """The factor that could be copied; None where there is none, or a copy does not pay.
+    ``opposite``: the tile on the axis that it has not.
     """
     plan, sizes = planned.plan, planned.sizes
-    if len(side) != 1 or len(axis) != 1 or not plan.roles.k:
+    if len(places) != 1 or len(axis) != 1 or not plan.roles.k:
         return None
-    read = plan.factors[side[0]]
-    if not isinstance(read, Access) or not is_apart(plan, read):
+    read, vars_ = plan.factors[places[0]], (plan.roles.k[-1], axis[0])
+    if not isinstance(read, Access) or not is_apart(plan, read) or len(read.indices) > 3:
         return None
-    k, across = plan.roles.k[-1], axis[0]
     plain = [index.var for index in read.indices]
-    classes = [sizes.extents.get(v) for v in (k, across)]
-    if len(plain) > 3 or plain.count(k) != 1 or plain.count(across) != 1 or None in classes:
+    depth, width = (sizes.extents.get(v) for v in vars_)
+    if depth is None or width is None or any(plain.count(v) != 1 for v in vars_):
         return None
-    depth, width = (one for one in classes if one is not None)
-    if depth.open or width.open or not _pays(planned, read.tensor, opposite):
+    if depth.open or width.open or {*vars_} & sizes.runs:  # the latter as long as what is gathered
         return None
-    if {k, across} & sizes.runs:  # as long as what is gathered
+    others = (index for index in read.indices if index.var not in vars_)
+    if not _pays(planned, read.tensor, opposite) or not all(_is_shared(planned, i) for i in others):
         return None
-    others = [dim for dim, var in enumerate(plain) if var not in (k, across)]
-    if not all(_is_shared(planned, read.indices[dim]) for dim in others):
+    return _Side(places[0], read, vars_, (depth, width), tile)
+
+
+def _fit(planned: Planned, config: Config, side: _Side) -> Fit | None:
+    """How a factor is copied; None where it fits as it is."""
+    plan, tiles = planned.plan, (_depth(planned, config), side.tile)
+    lengths = dict(zip(side.vars, zip(side.extents, tiles, strict=True), strict=True))
+    vars_ = _turned(plan, side) if plan.operand == "float32" else _as_it_lies(plan, side, config)
+    if vars_ is None:
         return None
-    lengths = {k: (depth, _depth(planned, config)), across: (width, tile)}
-    if plan.operand in HALF:
-        units = dict(plan.strides)[read.tensor].units
-        dims = sorted((plain.index(k), plain.index(across)), key=lambda dim: units[dim] == 1)
-        along = lengths[str(plain[dims[1]])][0]
-        fits = units[dims[1]] != 1 or _fits(depth, width, along, config, tile, plan)
-    else:
-        dims = [plain.index(across), plain.index(k)]
-        fits = lies_along_sum(plan, read) or not _are_alone(plan)
-    if fits:
-        return None
-    rows, row = (lengths[str(plain[dim])] for dim in dims)
-    sides = max(rows[0].most, rows[1]), max(row[0].most, row[1], UNIT)
+    (rows, high), (row, wide) = (lengths[v] for v in vars_)
+    sides = max(rows.most, high), max(row.most, wide, UNIT)
     # What is turned is filled to its sides: large tiles and small ones have one kernel for it.
-    ends = (rows[1], row[1]) if plan.operand in HALF else (None, None)
-    return Fit(side[0], read.tensor, (*others, *dims), sides, ends)
+    ends = (high, wide) if plan.operand in HALF else (None, None)
+    dims = [side.dim(v) for v in vars_]
+    others = [dim for dim in range(len(side.read.indices)) if dim not in dims]
+    return Fit(side.place, side.read.tensor, (*others, *dims), sides, ends)
+
+
+def _turned(plan: Plan, side: _Side) -> tuple[str, str] | None:
+    """Of a factor of 32 bits rows and what lies along them; None where it need not be turned."""
+    k, across = side.vars
+    return None if lies_along_sum(plan, side.read) or not _are_alone(plan) else (across, k)
+
+
+def _as_it_lies(plan: Plan, side: _Side, config: Config) -> tuple[str, str] | None:
+    """The same of one in half precision; None where no copy is better."""
+    units = dict(plan.strides)[side.read.tensor].units
+    rows, row = sorted(side.vars, key=lambda v: units[side.dim(v)] == 1)
+    (depth, width), along = side.extents, side.extents[side.vars.index(row)]
+    if units[side.dim(row)] != 1 or _fits(depth, width, along, config, side.tile, plan):
+        return None
+    return rows, row
 
 
 def _depth(planned: Planned, config: Config) -> int:
