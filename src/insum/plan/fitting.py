@@ -123,14 +123,14 @@ def _fits_of(planned: Planned, config: Config) -> list[Fit | None]:
     """Of the left factor and of the right one."""
     roles, m, n = planned.plan.roles, config.m, config.n
     sides = (
-        _side(planned, roles.left, roles.m, m, n),
-        _side(planned, roles.right, roles.n, n, m),
+        _copied_factor(planned, roles.left, roles.m, m, n),
+        _copied_factor(planned, roles.right, roles.n, n, m),
     )
     return [None if side is None else _fit(planned, config, side) for side in sides]
 
 
 @dataclass(frozen=True, slots=True)
-class _Side:
+class _CopiedFactor:
     """The one factor on a side of a product: a matrix, or several of which an index selects one.
 
     Attributes:
@@ -151,9 +151,9 @@ class _Side:
         return [index.var for index in self.read.indices].index(var)
 
 
-def _side(
+def _copied_factor(
     planned: Planned, places: tuple[int, ...], axis: tuple[str, ...], tile: int, opposite: int
-) -> _Side | None:
+) -> _CopiedFactor | None:
     """The factor that could be copied; None where there is none, or a copy does not pay.
     ``opposite``: the tile on the axis that it has not.
     """
@@ -172,10 +172,10 @@ def _side(
     others = (index for index in read.indices if index.var not in vars_)
     if not _pays(planned, read.tensor, opposite) or not all(_is_shared(planned, i) for i in others):
         return None
-    return _Side(places[0], read, vars_, (depth, width), tile)
+    return _CopiedFactor(places[0], read, vars_, (depth, width), tile)
 
 
-def _fit(planned: Planned, config: Config, side: _Side) -> Fit | None:
+def _fit(planned: Planned, config: Config, side: _CopiedFactor) -> Fit | None:
     """How a factor is copied; None where it fits as it is."""
     plan, tiles = planned.plan, (_depth(planned, config), side.tile)
     lengths = dict(zip(side.vars, zip(side.extents, tiles, strict=True), strict=True))
@@ -191,13 +191,13 @@ def _fit(planned: Planned, config: Config, side: _Side) -> Fit | None:
     return Fit(side.place, side.read.tensor, (*others, *dims), sides, ends)
 
 
-def _turned(plan: Plan, side: _Side) -> tuple[str, str] | None:
+def _turned(plan: Plan, side: _CopiedFactor) -> tuple[str, str] | None:
     """Of a factor of 32 bits rows and what lies along them; None where it need not be turned."""
     k, across = side.vars
     return None if lies_along_sum(plan, side.read) or not _are_alone(plan) else (across, k)
 
 
-def _as_it_lies(plan: Plan, side: _Side, config: Config) -> tuple[str, str] | None:
+def _as_it_lies(plan: Plan, side: _CopiedFactor, config: Config) -> tuple[str, str] | None:
     """The same of one in half precision; None where no copy is better."""
     units = dict(plan.strides)[side.read.tensor].units
     rows, row = sorted(side.vars, key=lambda v: units[side.dim(v)] == 1)
