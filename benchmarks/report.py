@@ -261,13 +261,7 @@ def applications_picture(folder: Path = RESULTS) -> str:
     for section in result["sections"]:
         if section["benchmark"] in STAGES:
             continue
-        ratios: dict[str, list[float]] = {}
-        for rows in grouped(section["rows"], "forward").values():
-            mine = ours(rows)
-            for row in rows:
-                if mine and row["milliseconds"] and not row["contender"].startswith("insum"):
-                    ratio = row["milliseconds"] / mine["milliseconds"]
-                    ratios.setdefault(row["contender"], []).append(ratio)
+        ratios = beside_ours(section["rows"], "forward")
         bars += [(section["title"], n, statistics.median(found)) for n, found in ratios.items()]
     title = "Median time of a rival / time of insum (forward, log scale)"
     return bar_picture(title, bars)
@@ -636,14 +630,9 @@ def equivariant_lines(result: dict[str, Any]) -> list[str]:
 def _memory_beside(rows: list[Row]) -> str:
     """Ours as a share of each rival's, over all rows."""
     shares: dict[str, list[float]] = {}
-    directions = dict.fromkeys(row["direction"] for row in rows)
-    for direction in directions:
-        for every in grouped(rows, direction).values():
-            mine = ours(every)
-            for row in every if mine is not None else ():
-                if row is not mine and row["memory_mib"]:
-                    share = mine["memory_mib"] / row["memory_mib"]  # type: ignore[index]
-                    shares.setdefault(row["contender"], []).append(share)
+    for direction in dict.fromkeys(row["direction"] for row in rows):
+        for name, found in beside_ours(rows, direction, "memory_mib").items():
+            shares.setdefault(name, []).extend(1 / ratio for ratio in found)
     told = ", ".join(
         f"{min(found):.2f} to {max(found):.2f} times {name}'s" for name, found in shares.items()
     )
@@ -698,6 +687,19 @@ def ours(rows: list[Row]) -> Row | None:
     return next((r for r in rows if r["contender"].startswith("insum") and r["milliseconds"]), None)
 
 
+def beside_ours(
+    rows: Iterable[Row], direction: str, key: str = "milliseconds"
+) -> dict[str, list[float]]:
+    """What each rival takes, as a multiple of what we do, case by case."""
+    found: dict[str, list[float]] = {}
+    for every in grouped(rows, direction).values():
+        mine = ours(every)
+        for row in every if mine is not None else ():
+            if row[key] and mine is not None and not row["contender"].startswith("insum"):
+                found.setdefault(row["contender"], []).append(row[key] / mine[key])
+    return found
+
+
 #: The columns of `time_lines`.
 TIMES = ("case", "", "who", ">ms", ">insum is faster by", ">of the limit", ">error")
 
@@ -731,18 +733,7 @@ def _short(row: Row) -> str:
 def ratio_lines(section: dict[str, Any]) -> list[str]:
     lines = []
     for direction in ("forward", "forward+backward"):
-        ratios: dict[str, list[float]] = {}
-        for rows in grouped(section["rows"], direction).values():
-            mine = ours(rows)
-            for row in rows:
-                if (
-                    mine is not None
-                    and row["milliseconds"]
-                    and not row["contender"].startswith("insum")
-                ):
-                    ratios.setdefault(row["contender"], []).append(
-                        row["milliseconds"] / mine["milliseconds"]
-                    )
+        ratios = beside_ours(section["rows"], direction)
         for name, found in ratios.items():
             ahead, middle = sum(r > 1 for r in found), statistics.median(found)
             numbers = (
@@ -792,6 +783,15 @@ def _measured(result: dict[str, Any]) -> str:
     return f"{result['device']}, torch {_torch(result)}, {result['date']}, `{result['command']}`."
 
 
+def _spread(ratios: Sequence[float]) -> str:
+    """Of how many times as fast: least, largest, median, and how often slower."""
+    least, most = min(ratios), max(ratios)
+    return (
+        f"{least:.2f}x to {most:.2f}x, median {statistics.median(ratios):.2f}x, "
+        f"slower in {sum(r < 0.995 for r in ratios)} of {len(ratios)}"
+    )
+
+
 def fusion_summary(result: dict[str, Any]) -> list[str]:
     """A sentence: how many times as fast a step is, replayed and in a row, and how often slower."""
     compared = [r for r in result["rows"] if _is_compared(r)]
@@ -802,11 +802,7 @@ def fusion_summary(result: dict[str, Any]) -> list[str]:
         ]
         found = [theirs / mine for theirs, mine in steps if theirs and mine]
         if found:
-            parts.append(
-                f"{words} {min(found):.2f}x to {max(found):.2f}x, median "
-                f"{statistics.median(found):.2f}x, slower in {sum(r < 0.995 for r in found)} "
-                f"of {len(found)}"
-            )
+            parts.append(f"{words} {_spread(found)}")
     return [
         'Programs in plain PyTorch with `torch.compile(backend="insum")`, forward and backward, '
         f"times as fast as with `torch.compile` alone: {'; '.join(parts)}. Calls in a row are "
@@ -815,27 +811,12 @@ def fusion_summary(result: dict[str, Any]) -> list[str]:
     ]
 
 
-def _spread(ratios: Sequence[float]) -> str:
-    """Of how many times as fast: least, largest, median, and how often slower."""
-    least, most = min(ratios), max(ratios)
-    return (
-        f"{least:.2f}x to {most:.2f}x, median {statistics.median(ratios):.2f}x, "
-        f"slower in {sum(r < 0.995 for r in ratios)} of {len(ratios)}"
-    )
-
-
 def equivariant_summary(result: dict[str, Any]) -> list[str]:
     """A sentence: how many times as fast as those who wrote kernels for it."""
     (section,) = result["sections"]
     parts = []
     for direction in ("forward", "forward+backward", "double backward"):
-        ratios: dict[str, list[float]] = {}
-        for rows in grouped(section["rows"], direction).values():
-            mine = ours(rows)
-            for row in rows if mine is not None else ():
-                if row is not mine and row["milliseconds"]:
-                    ratio = row["milliseconds"] / mine["milliseconds"]  # type: ignore[index]
-                    ratios.setdefault(row["contender"], []).append(ratio)
+        ratios = beside_ours(section["rows"], direction)
         told = "; ".join(f"{name} {_spread(found)}" for name, found in ratios.items())
         parts.append(f"{direction}: {told}")
     return [

@@ -62,6 +62,20 @@ def convolved(f: Tensor, w: Tensor, nb: Tensor) -> Tensor:
     return torch.einsum("zxc,zcm->xm", padded[nb.long()], w.double())
 
 
+def tracked(f: Tensor, w: Tensor) -> dict[str, Any]:
+    return {"f": f.requires_grad_(), "w": w.requires_grad_()}
+
+
+def check_with_gradients(out: Tensor, f: Tensor, w: Tensor, nb: Tensor, allowed: float) -> None:
+    """A convolution and its gradients beside the same in double precision."""
+    exact = [leaf.detach().double().requires_grad_() for leaf in (f, w)]
+    want, upstream = convolved(exact[0], exact[1], nb), torch.randn_like(out)
+    got = torch.autograd.grad(out, (f, w), upstream)
+    right = torch.autograd.grad(want, exact, upstream.double())
+    for one, other in zip((out.detach(), *got), (want.detach(), *right), strict=True):
+        assert error(one, other) < allowed
+
+
 def drawn(inputs: int, outputs: int) -> tuple[Tensor, Tensor, Tensor]:
     nb = table(70)
     f, w = torch.randn(70, inputs), torch.randn(3, inputs, outputs) / inputs**0.5
@@ -74,16 +88,9 @@ def drawn(inputs: int, outputs: int) -> tuple[Tensor, Tensor, Tensor]:
 def test_channels_that_fill_no_tile(inputs: int, outputs: int, launched: list[Program]) -> None:
     f, w, nb = drawn(inputs, outputs)
     f[-1], w[-1, -1, -1] = 100.0, 100.0  # what would be read past an end is large
-    leaves = f.requires_grad_(), w.requires_grad_()
-    out = insum.insum(CONVOLUTION, f=f, w=w, nb=insum.unchanging(nb), padded=("nb",))
+    out = insum.insum(CONVOLUTION, **tracked(f, w), nb=insum.unchanging(nb), padded=("nb",))
     assert copied(launched[-1]) == ["w"]
-    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    want = convolved(exact[0], exact[1], nb)
-    upstream = torch.randn_like(out)
-    got = torch.autograd.grad(out, leaves, upstream)
-    assert error(out.detach(), want.detach()) < 2e-3
-    for one, right in zip(got, torch.autograd.grad(want, exact, upstream.double()), strict=True):
-        assert error(one, right) < 2e-3
+    check_with_gradients(out, f, w, nb, 2e-3)
 
 
 def test_gradients_of_gradients(launched: list[Program]) -> None:
@@ -154,17 +161,10 @@ def test_factors_of_32_bits_are_turned(
             w = w.mT.contiguous().mT
         case "apart":
             w = torch.stack([w, w], -1)[..., 0]
-    leaves = f.requires_grad_(), w.requires_grad_()
-    out = insum.insum(CONVOLUTION, f=f, w=w, nb=insum.unchanging(nb), padded=("nb",))
+    out = insum.insum(CONVOLUTION, **tracked(f, w), nb=insum.unchanging(nb), padded=("nb",))
     if outputs >= 8:
         assert copied(launched[-1]) == ["w"] * (layout != "along the sum")
-    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    want = convolved(exact[0], exact[1], nb)
-    upstream = torch.randn_like(out)
-    got = torch.autograd.grad(out, leaves, upstream)
-    assert error(out.detach(), want.detach()) < 1e-5
-    for one, right in zip(got, torch.autograd.grad(want, exact, upstream.double()), strict=True):
-        assert error(one, right) < 1e-5
+    check_with_gradients(out, f, w, nb, 1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

@@ -307,9 +307,8 @@ def cuequivariance(given: EdgeInputs, direction: str, method: str = "uniform_1d"
     polynomial = cue.SegmentedPolynomial.eval_last_operand(product)
     made = layers.SegmentedPolynomial(polynomial, method=method, math_dtype=torch.float32)
     made = made.to(given.x.device)
-    if (
-        "Naive" in type(getattr(made, "m", None)).__name__
-    ):  # it warns, and goes on without kernels of its own
+    # where it has no kernels of its own, it warns and goes on without
+    if "Naive" in type(getattr(made, "m", None)).__name__:
         raise BenchError("its kernels cannot be loaded here")
     source, target = (t.contiguous() for t in given.edge_index)
 

@@ -322,6 +322,7 @@ class ScalarPath:
 
     def __call__(self, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
         """From (b, u, components), (b, v) and its weights to (b, w, components)."""
+        # what has one byte may be a float, in which torch computes nothing
         if not x.dtype == y.dtype == weight.dtype or x.dtype.itemsize == 1:
             x, y, weight = _alike(x=x, y=y, weight=weight)
         y = y if abs(self.scale - 1) < 1e-12 else y * self.scale

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import insum
 from insum.accepted import SIZE, TENSOR, Accepted, is_size, takes
 from insum.errors import BindingError
+from insum.lang.types import promoted
 from insum.nn.checks import layer_takes, one_device
 from insum.nn.irreps import Irrep, Irreps
 from insum.nn.multilinear import Multilinear
@@ -179,7 +180,7 @@ class SymmetricContraction(nn.Module):
         arrays = arrays_of(self, 1)
         of_element = torch.matmul(arrays.pop("U"), weights)
         if y.dtype != of_element.dtype:  # as products of statements: kinds are often integers
-            common = torch.promote_types(y.dtype, of_element.dtype)
+            common = promoted(y.dtype, of_element.dtype)
             y, of_element = y.to(common), of_element.to(common)
         own = torch.matmul(y, of_element.flatten(1)).view(nodes, *of_element.shape[1:])
         return MONOMIALS({**arrays, "X": left, "Y": right, "W": own}, shape)

@@ -240,14 +240,15 @@ def _for_dot(plan: Plan, extents: Mapping[str, int], *, along_sum: bool) -> Conf
     size = BYTES.get(plan.operand, 4)
     m_all, n_all = (power_of_two(extent(a, extents)) for a in (plan.roles.m, plan.roles.n))
     cap = 128 if size == 2 else 64
-    k = k_tile(plan, extents, 2 if plan.precision == "tf32" else size)  # a product for each, too
+    # TF32 multiplies each number once, as half precision does, and takes as deep steps
+    k = k_tile(plan, extents, 2 if plan.precision == "tf32" else size)
     m, n = max(16, min(m_all, cap)), max(least_n(plan) if k <= 32 else 16, min(n_all, cap))
     if n <= 32 and m_all >= 256 and size == 2 and not _fills_deep_tile(plan, extents, k):
         m = 256
     if m == HIGH and k <= 32 and n_all >= 256 and size == 2 and walks_matrices(plan):
         n = 256  # of a shallow tile that is no wider than high, less is read than multiplied
-    turned = plan.precision == "tf32" and not along_sum and len(plan.roles.m) == 1
-    in_registers = turned or plan.precision == "tf32x3" and (k <= 32 or not along_sum)
+    across = plan.precision == "tf32" and not along_sum and len(plan.roles.m) == 1
+    in_registers = across or plan.precision == "tf32x3" and (k <= 32 or not along_sum)
     if size == 4 and (n <= 16 or plan.onehot < 0 and in_registers and not plan.pointwise):
         m = max(16, min(m_all, 128))  # what is brought to registers first is used for more
     m, n = held(plan, extents, m, n)
