@@ -151,6 +151,8 @@ def test_application(name: str, target: str) -> None:
         assert result.spilled <= MOST_SPILLED, result
         assert 0 < result.compiled.registers < MOST_REGISTERS[target], result
     forward = [result for result in results if result.call == name]
+    if any(result.dot for result in forward):  # others bring pieces of a sum together
+        forward = [result for result in forward if result.dot]
     if target == "sm_90" and ("block SpMM" in name or "convolution" in name):
         assert all(result.compiled.uses("wgmma") for result in forward), (
             "Hopper's matrix instructions"
@@ -540,7 +542,8 @@ def test_features_and_weights_of_a_convolution_are_read_in_wide_loads(
     dtype: torch.dtype, n: int, width: int
 ) -> None:
     for density in (0.3, 0.9):  # with rows in an order that fills tiles, and as they are
-        *_, one = launches(convolved(n, dtype, density))  # perhaps after copies of both
+        every = launches(convolved(n, dtype, density))  # perhaps after copies of both
+        *_, one = [one for one in every if one.launch.plan.roles.dot]
         assert ("ordered" in " ".join(one.launch.plan.why)) == (density < 0.5)
         found = loads(one)
         weights = found["<fitted>"] if "<fitted>" in found else found["W"]

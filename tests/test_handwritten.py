@@ -59,11 +59,9 @@ KERNELS: dict[str, tuple[Handwritten, list[tuple[torch.dtype, ...]]]] = {
     "place words": (packs._PLACE, [(I32, I32, I64)]),
     "keys": (packs._KEYS, [(I32, I32), (I64, I64)]),
     **{
-        f"steps, windowed {windowed}": (
-            kernel,
-            [(I32 if windowed else I64, I64, *[I32] * 6, I64)],
-        )
-        for windowed, kernel in packs._STEPS.items()
+        f"steps, {parts} parts": (kernel, [(I32 if parts == 1 else I64, I64, *[I32] * 6, I64)])
+        for parts, kernel in packs._STEPS.items()
+        if parts in (0, 1, 3)
     },
     "by step": (packs._BY_STEP, [(I64, *[I32] * 5)]),
     "invert": (packs._INVERT, [(I32, I32)]),

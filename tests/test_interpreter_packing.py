@@ -127,6 +127,56 @@ def test_it_adds_to_what_is_there() -> None:
     )
 
 
+def cut(statement: str, values: dict[str, Tensor]) -> int:
+    """Into how many pieces the lists of steps are cut."""
+    program = lookup(request_of(statement, None, None, ("Nb",)).bind(values), values)
+    assert not isinstance(program, str)
+    (step,) = program.steps
+    found = max(int(launch.counts.get("piece_count", 1)) for launch in step.launches)  # type: ignore[arg-type]
+    assert bool(step.workspace) == (found > 1) and not step.atomic
+    return found
+
+
+@pytest.mark.parametrize("steps", [27, 81])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_long_lists_of_few_tiles_are_cut(steps: int, dtype: torch.dtype) -> None:
+    """All tiles run at once, and the longest list would decide."""
+    nb, (x, w) = table(steps=steps), operands(steps=steps, dtype=dtype)
+    nb[:, 200:230] = -1
+    values = {"In": x, "Nb": nb, "W": w}
+    assert cut(BY_STEP, values) > 2
+    result = insum.insum(BY_STEP, padded=("Nb",), **values)
+    want, within = expected(x, nb, w), {torch.float32: 1e-4, torch.float16: 2e-2}[dtype]
+    assert torch.allclose(result.double(), want, atol=within) and not result[200:230].any()
+    target = torch.randn(ROWS, 16, dtype=dtype)
+    want += target.double()
+    insum.insum(BY_STEP, padded=("Nb",), Out=target, **values)
+    assert torch.allclose(target.double(), want, atol=within)
+
+
+def test_pieces_of_lists_read_copies_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights whose rows lie across the sum are copied; what comes back is the same every time."""
+    monkeypatch.setattr("insum.plan.copying.LEAST_WIDE", 2**20)
+    nb, x = table(steps=27), torch.randn(ROWS, 40)
+    values = {"In": x, "Nb": nb, "W": torch.randn(27, 40, 24)}
+    program = lookup(request_of(BY_STEP, None, None, ("Nb",)).bind(values), values)
+    assert not isinstance(program, str)
+    assert program.steps[0].copies and cut(BY_STEP, values) > 1
+    first = insum.insum(BY_STEP, padded=("Nb",), **values)
+    assert torch.allclose(first.double(), expected(x, nb, values["W"]), atol=1e-3)
+    torch.use_deterministic_algorithms(True)
+    try:
+        again = insum.insum(BY_STEP, padded=("Nb",), **values)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(first, again)
+
+
+def test_lists_of_many_tiles_stay_whole() -> None:
+    nb, x = table(rows=40_000, steps=27), torch.randn(40_000, 64)
+    assert cut(BY_STEP, {"In": x, "Nb": nb, "W": torch.randn(27, 64, 64)}) == 1
+
+
 def test_rows_without_anything_are_zero() -> None:
     nb, (x, w) = table(), operands()
     nb[:, 100:300] = -1

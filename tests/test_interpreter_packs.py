@@ -102,13 +102,43 @@ def test_tiles_list_the_steps_of_their_rows(rows: int, steps: int) -> None:
         assert made["back"][start:end].tolist() == [steps - 1 - step for step in want]
 
 
-def test_windows_are_sorted_by_whole_words() -> None:
-    words = words_of(packs.WINDOW, 27)
-    order = packs.order_of(words, 27, thorough=False)
-    made = packs.tiled(words, order, torch.arange(27, dtype=torch.int32))
-    assert made["rows"].shape == (packs.WINDOW // TILE, TILE)
-    ordered = [rank(int(words[0, row])) for row in made["rows"].flatten().tolist()]
-    assert ordered == sorted(ordered, reverse=True)
+def locally(rows: list[int]) -> list[int]:
+    """The words of a window, bits that most of them have lowest, and below those that none has."""
+    bits = range(max(rows).bit_length())
+    count = [sum(row >> bit & 1 for row in rows) or 2 * packs.WINDOW for bit in bits]
+    lowest_first = sorted(bits, key=lambda bit: (-count[bit], bit))
+    return [sum((row >> bit & 1) << k for k, bit in enumerate(lowest_first)) for row in rows]
+
+
+@pytest.mark.parametrize(("rows", "steps"), [(1024, 27), (2500, 31), (1500, 45), (1100, 120)])
+def test_windows_are_sorted_by_what_is_rare_in_them(rows: int, steps: int) -> None:
+    words = words_of(rows, steps)
+    made = packs.tiled(words, torch.arange(rows), torch.arange(steps, dtype=torch.int32))
+    every, placed = whole(words, steps), made["rows"].flatten().tolist()
+    for first in range(0, rows, packs.WINDOW):
+        own = range(first, min(first + packs.WINDOW, rows))
+        local = dict(zip(own, locally([every[row] for row in own])))
+        behind = max(0, max(local.values()).bit_length() - packs.LOCAL_BITS)
+        want = sorted(own, key=lambda row: (-rank(local[row] >> behind), row))
+        assert placed[first : first + len(want)] == want
+
+
+@pytest.mark.parametrize("steps", [27, 81])
+def test_what_is_rare_in_windows_leaves_fewer_steps(steps: int) -> None:
+    """Rows of four kinds, each with steps of its own that are rare in it."""
+    draw = torch.Generator().manual_seed(0)
+    kind = torch.arange(8192) // 2048
+    chance = 0.5 ** (1 + torch.rand(4, steps, generator=draw) * 6)
+    has = torch.rand(8192, steps, generator=draw) < chance[kind]
+    per = packs.bits_per_word(steps)
+    words = torch.zeros(-(-steps // per), 8192, dtype=torch.int64)
+    for step in range(steps):
+        words[step // per] |= has[:, step].long() << step % per
+    words = words.int() if per == 31 else words
+    found = length_of(words, steps, torch.arange(8192))
+    whole_order = packs.order_of(words, steps, thorough=True)
+    tiles = has[whole_order].view(-1, TILE, steps).any(1).sum()
+    assert found < 0.95 * int(tiles), (found, int(tiles))
 
 
 def test_more_windows_than_are_counted_are_sorted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -285,6 +285,26 @@ def test_a_cloud_that_comes_back(on_device: None, monkeypatch: pytest.MonkeyPatc
             assert_close(a, b, atol=1e-3, rtol=1e-3)
 
 
+def test_a_map_that_comes_back_is_ordered_once_more(
+    on_device: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the first that a program was built for."""
+    orders: list[bool] = []
+    order_of = packs.order_of
+
+    def noted(words: Tensor, steps: int, *, thorough: bool) -> Tensor:
+        orders.append(thorough)
+        return order_of(words, steps, thorough=thorough)
+
+    monkeypatch.setattr(packs, "order_of", noted)
+    layer, coords = SparseConv3d(16, 16, 3, submanifold=True), cloud(1600, reach=6)
+    x = SparseTensor(coords, torch.randn(len(coords), 16))
+    want = on_the_cpu(layer, x).features
+    for _ in range(which_program.MOST_MET + 4):
+        assert_close(layer(x).features, want, atol=1e-4, rtol=1e-4)
+    assert orders == [False, True]
+
+
 def test_maps_of_other_sizes_run_the_same_code(
     on_device: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

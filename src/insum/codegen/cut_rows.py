@@ -33,7 +33,7 @@ def beside_rows(plan: Plan) -> list[str]:
     """What a slot of the workspace is a dense table over: the kept variables, but for the row,
     where it is a piece of one.
     """
-    row = plan.segment.row if plan.segment else ""
+    row = plan.segment.row if plan.segment and plan.segment.tiled else ""
     return [v for v in dict.fromkeys(variables(plan.target)) if v != row]
 
 

@@ -289,11 +289,8 @@ def _tiles(plan: Plan, extents: Mapping[str, int], config: Config, load: Load) -
     flops = (
         2.0 * config.m * config.n * config.k * (1 if roles.dot else max(1, len(plan.factors) - 1))
     )
-    shared = (
-        (config.m + config.n) * config.k * _BYTES.get(plan.operand, 4) * max(1, config.stages - 1)
-        if roles.dot
-        else 0
-    )
+    held = max(1, config.stages - 1) if roles.dot else 0
+    shared = held * tiling.step_bytes(plan, config)
     written = (
         config.m
         * config.n

@@ -25,6 +25,7 @@ from insum.plan.tiling import (
     SHORT,
     dividing,
     extent,
+    gathers_places,
     held,
     in_rows,
     inner_extent,
@@ -33,6 +34,7 @@ from insum.plan.tiling import (
     k_tile,
     least_n,
     output_places,
+    step_bytes,
     walks_entries,
     walks_matrices,
 )
@@ -202,7 +204,7 @@ def _within(plan: Plan, config: Config) -> Config:
     """With no more buffers than fit."""
     if not plan.roles.dot:
         return config
-    buffers = SMALL_SHARED // ((config.m + config.n) * config.k * BYTES.get(plan.operand, 4))
+    buffers = SMALL_SHARED // step_bytes(plan, config)
     return replace(config, stages=max(1, min(config.stages, 1 + buffers)))
 
 
@@ -252,6 +254,8 @@ def _for_dot(plan: Plan, extents: Mapping[str, int], *, along_sum: bool) -> Conf
     if size == 4 and (n <= 16 or plan.onehot < 0 and in_registers and not plan.pointwise):
         m = max(16, min(m_all, 128))  # what is brought to registers first is used for more
     m, n = held(plan, extents, m, n)
+    if gathers_places(plan) and plan.onehot < 0:  # whose addresses take registers, too
+        return Config(m=min(m, LARGE_SIDE), n=n, k=min(k, 32), warps=4, stages=3)
     if (m, n) == (LARGE_SIDE, LARGE_SIDE) and is_large(plan, extents):
         return Config(m=m, n=2 * n, k=k, warps=8, stages=3)
     if plan.roles.loops and (m, n) == (LARGE_SIDE, LARGE_SIDE) and is_dense(plan):

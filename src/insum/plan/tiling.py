@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from insum.lang.expr import variables
+from insum.lang.expr import accesses, variables
 from insum.plan.config import Config
 from insum.plan.plan import Plan
 from insum.plan.roles import FLATTEN_UP_TO, one_place_an_entry
@@ -36,6 +36,17 @@ LARGE_STEPS = 8
 
 #: The least M of Hopper's matrix instructions.
 HIGH = 64
+
+#: Multiprocessors of a large device, bytes of shared memory that the tiles of one may have, and
+#: tiles that it runs at most.
+MULTIPROCESSORS, SHARED, RESIDENT = 132, 200_000, 16
+
+#: Measured on an H200, in microseconds: what a step of a tile waits for, and for so many bytes of
+#: it one more; a launch, and so many numbers that go through the workspace in one.
+STEP_WAIT, STEP_BYTES, LAUNCH, WORKSPACE_NUMBERS = 0.3, 97_000, 2.0, 312_000
+
+#: Pieces of a list of steps at most, and what they must leave of its time, for that is a guess.
+MOST_PIECES, CLEARLY = 8, 0.85
 
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -86,6 +97,15 @@ def walks_matrices(plan: Plan) -> bool:
     if segment is None or not walks_entries(plan):
         return False
     return one_place_an_entry(plan.factors, segment.var, segment.row)
+
+
+def gathers_places(plan: Plan) -> bool:
+    """Whether an index tensor is read along M and K both: an index for each place of a tile."""
+    if plan.segment is not None or not plan.roles.k:
+        return False
+    outer = (a for f in plan.factors for a in accesses(f, nested=False))
+    read = ({*variables(a)} for one in outer for index in one.indices for a in accesses(index))
+    return any(plan.roles.k[0] in vars_ and vars_ & {*plan.roles.m} for vars_ in read)
 
 
 def is_large(plan: Plan, extents: Mapping[str, int]) -> bool:
@@ -161,15 +181,17 @@ def pieces(plan: Plan, config: Config, extents: Mapping[str, int]) -> int:
     """Into how many pieces a long reduction is cut when the output alone gives too little to do (1:
     not at all).
     """
-    if plan.segment or plan.strategy != "store" or not plan.roles.k:
+    if plan.strategy != "store" or not plan.roles.k:
         return 1
     programs = math.prod(extents[v] for v in plan.roles.grid)
     programs *= math.ceil(extent(plan.roles.m, extents) / config.m) * math.ceil(
         extent(plan.roles.n, extents) / config.n
     )
-    steps = math.ceil(extents[plan.roles.k[0]] / config.k) * math.prod(
+    steps = math.ceil(extent(plan.roles.k, extents) / config.k) * math.prod(
         extents[v] for v in plan.roles.loops
     )
+    if plan.segment:
+        return _pieces_of_lists(plan, config, extents, programs, steps)
     if config.split:
         return min(config.split, steps)
     # without matrix units all waits for memory, and many programs wait at once
@@ -177,3 +199,31 @@ def pieces(plan: Plan, config: Config, extents: Mapping[str, int]) -> int:
     if programs >= enough // 2 or steps < 16 or not programs:
         return 1
     return max(1, min(enough // programs, steps // 8))
+
+
+def _pieces_of_lists(
+    plan: Plan, config: Config, extents: Mapping[str, int], programs: int, steps: int
+) -> int:
+    """Into how many pieces the lists of steps are cut that tiles walk: where all tiles run at once,
+    the longest list decides, and pieces of it pay for the sum of their results.
+    """
+    assert plan.segment is not None
+    lists, buffered = max(1, extents[plan.segment.row]), config.stages * step_bytes(plan, config)
+    length = steps // lists
+    if config.split:
+        return max(1, min(config.split, length))
+    at_once = MULTIPROCESSORS * max(1, min(RESIDENT, SHARED // buffered))
+    waits = length * (STEP_WAIT + step_bytes(plan, config) / STEP_BYTES)
+    room = output_places(plan, extents) / WORKSPACE_NUMBERS
+
+    def microseconds(count: int) -> float:
+        return waits / count + (LAUNCH + count * room if count > 1 else 0)
+
+    most = min(at_once // max(1, programs), MOST_PIECES, length // 4)
+    found = min(range(1, max(1, most) + 1), key=microseconds)
+    return found if microseconds(found) < CLEARLY * waits else 1
+
+
+def step_bytes(plan: Plan, config: Config) -> int:
+    """What one step of a product reads."""
+    return (config.m + config.n) * config.k * BYTES.get(plan.operand, 4)

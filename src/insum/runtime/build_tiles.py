@@ -25,13 +25,16 @@ from insum.runtime import launch
 from insum.runtime.build_product import PIECES, ProductBuild, as_comment, tile_grid
 from insum.runtime.program import CopyRoom, Grid, Launch, ProductLaunches
 
+#: What the workspace of a product may take, whatever it reads: no more than libraries of dense
+#: products have for themselves.
+SMALL_BYTES = 2**25
+
 
 def tiles(product: ProductBuild) -> ProductLaunches:
     (config,) = product.choice
     pieces, apart = _pieces(product, config)
-    fit = fit_of(product.planned, config) if pieces == 1 else None
-    alignment = alignment_of(product.planned, config) if pieces == 1 else None
     plan = product.plan
+    fit, alignment = fit_of(product.planned, config), alignment_of(product.planned, config)
     for copy in (fit, alignment):
         plan = plan if copy is None else copy.reading(plan)
     wished = product.wishes.settings
@@ -49,15 +52,21 @@ def tiles(product: ProductBuild) -> ProductLaunches:
         *([_fitted(product, fit)] if fit else []),
         *([_aligned(product, alignment)] if alignment else []),
     ]
-    if copies:
-        launches = (*(copy for copy, _ in copies), one)
-        return replace(product.step(launches), copies=tuple(room for _, room in copies))
+    launches = [*(copy for copy, _ in copies), one]
     if apart:
-        kept = dict.fromkeys(variables(product.plan.target))
-        made = dict(product.plan.made)
-        workspace = (pieces, *(one for v in kept for one in made.get(v, (OfExtent(v),))))
-        return product.step((one, _together(product, pieces)), workspace=(workspace,))
-    return product.step((one,), atomic=product.plan.strategy == "atomic" or pieces > 1)
+        launches.append(_together(product, pieces))
+    step = product.step(
+        launches,
+        atomic=product.plan.strategy == "atomic" or pieces > 1 and not apart,
+        workspace=(_slots(product, pieces),) if apart else (),
+    )
+    return replace(step, copies=tuple(room for _, room in copies))
+
+
+def _slots(product: ProductBuild, pieces: int) -> SizeExpr:
+    """What is in the workspace: the output, piece by piece."""
+    kept, made = dict.fromkeys(variables(product.plan.target)), dict(product.plan.made)
+    return pieces, *(one for v in kept for one in made.get(v, (OfExtent(v),)))
 
 
 def _fitted(product: ProductBuild, fit: Fit) -> tuple[Launch, CopyRoom]:
@@ -127,6 +136,7 @@ def _together(product: ProductBuild, pieces: int) -> Launch:
         precision="",
         idle=None,
         bounds=(),
+        segment=None,
     )
     config = first_guess.first_guess(plan, extents)
     kernel = emit(plan, config, Shape(units=product.units()), prefetch=False, suffix=PIECES)
@@ -135,13 +145,15 @@ def _together(product: ProductBuild, pieces: int) -> Launch:
 
 def _pieces(product: ProductBuild, config: Config) -> tuple[int, bool]:
     """Into how many pieces a long reduction is cut, and whether each has a buffer of its own:
-    all of them are to be little beside what is read. Sums whose order may differ need one,
-    they meet in atomics.
+    all of them are to be little beside what is read, or altogether where lists of steps are cut.
+    Sums whose order may differ need one, they meet in atomics.
     """
-    wanted = tiling.pieces(product.plan, config, product.extents)
-    alone = (
-        product.plan.reduce != "sum" or product.wishes.deterministic or product.wishes.accumulate
-    )
-    most = product.planned.buffers if alone or not product.planned.buffers else wanted
-    found = max(1, min(wanted, most))
+    plan, wishes, buffers = product.plan, product.wishes, product.planned.buffers
+    wanted = tiling.pieces(plan, config, product.extents)
+    if plan.segment is not None:  # few tiles: an output that is filled first costs more than a sum
+        one = tiling.output_places(plan, product.extents) * tiling.BYTES.get(plan.accumulator, 8)
+        found = max(1, min(wanted, max(buffers, SMALL_BYTES // max(1, one))))
+        return found, found > 1
+    alone = plan.reduce != "sum" or wishes.deterministic or wishes.accumulate
+    found = max(1, min(wanted, buffers if alone or not buffers else wanted))
     return found, alone and found > 1

@@ -132,12 +132,12 @@ class ProductLaunches:
     atomic: bool
     choice: Choice
     variables: tuple[str, ...]  # where one of them has no values, there is nothing to do
-    copies: tuple[CopyRoom, ...] = ()  # of factors, which launches fill before the last
+    copies: tuple[CopyRoom, ...] = ()  # of factors, which the first launches fill
 
     @property
     def plan(self) -> Plan:
         """As it is told: with copies of factors in their places."""
-        return self.launches[-1].plan if self.copies else self.planned.plan
+        return self.launches[len(self.copies)].plan if self.copies else self.planned.plan
 
     def recipes(self) -> tuple[Recipe, ...]:
         """Everything that must be made before the launches."""

@@ -184,13 +184,12 @@ def _bound(
     if has_nothing(step, sizes.extents, sizes.shape):
         return (), ()
     launches = tuple(BoundLaunch(one, one.plan, sizes, dtype) for one in step.launches)
-    if step.copies:
-        return _copies(step.copies, sizes, device), launches
-    if not step.workspace:
-        return (), launches
+    rooms = _copies(step.copies, sizes, device)
     count = sum(sizes.expr(one) for one in step.workspace)
-    held = WIDE[step.planned.plan.accumulator]
-    return (((WORK, maker((count,), held, device)),) if count else ()), launches
+    if count:
+        held = WIDE[step.planned.plan.accumulator]
+        rooms = (*rooms, (WORK, maker((count,), held, device)))
+    return rooms, launches
 
 
 def _copies(copies: tuple[CopyRoom, ...], sizes: CallNumbers, device: torch.device) -> Rooms:

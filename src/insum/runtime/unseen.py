@@ -16,14 +16,16 @@ import torch
 from torch import Tensor
 
 from insum.codegen.arguments import Argument, Count, ExtentArgument, Length, Passed, Stride
+from insum.codegen.cut_rows import beside_rows
 from insum.compat import streams, tensors
 from insum.lang.expr import variables
 from insum.plan.plan import Plan
 from insum.plan.recipes import CeilDivided, OfCount, OfExtent, OfLength, OfShape, Recipe
 from insum.plan.sizes import BASE, OUT, WORK, spread_strides
+from insum.plan.tiling import in_rows
 from insum.runtime import launch
 from insum.runtime.bound_launch import BoundLaunch, plain_number
-from insum.runtime.program import Launch, Program
+from insum.runtime.program import WIDE, Launch, Program
 from insum.runtime.prologue.made import Made
 from insum.runtime.ready import Ready
 
@@ -99,9 +101,9 @@ def unseen_of(found: Ready, extents: tuple[str, ...], into: bool) -> Unseen | No
     steps = [step.planned for step in program.steps]
     if any(one.covers for one in steps):
         return None
-    for step, (rooms, launches) in zip(program.steps, found.work):
-        if not launches or rooms and not step.copies:
-            return None  # there is nothing to launch for some product, or it is cut into pieces
+    for step, (_, launches) in zip(program.steps, found.work):
+        if not launches or step.workspace and in_rows(step.planned.plan):
+            return None  # there is nothing to launch for some product, or its rows are cut
     recipes = tuple(dict.fromkeys(r for step in program.steps for r in step.recipes()))
     arrays: dict[str, tuple[int, str]] = {}
     for one in found.launches:
@@ -144,6 +146,10 @@ def _run_code(
         for room in step.copies:
             shape = f"({', '.join(map(writer.count, room.shape))},)"
             writer.make_room(room.name, writer.new(shape, len(room.shape), room.dtype, found))
+        if step.workspace:
+            parts = [" * ".join(map(writer.count, part)) for part in step.workspace]
+            held = WIDE[step.planned.plan.accumulator]
+            writer.make_room(WORK, writer.new(f"({' + '.join(parts)},)", 1, held, found))
         for _ in step.launches:
             writer.start(next(every))
     code: RunCode = writer.function("run", "v, x, d, t, m, look", result)
@@ -337,6 +343,9 @@ class _CodeWriter:
                 return counts[what]
             case Length(tensor, dim):
                 return f"d[{dim}]" if tensor == OUT else f"{self.of(tensor, 'shape')}[{dim}]"
+            case Stride(tensor, dim, unit) if tensor == WORK:
+                sizes = [self.size(one.plan, v) for v in beside_rows(one.plan)[dim:]]
+                return f"({' * '.join(sizes) or '1'}) // {unit}"
             case Stride(tensor, dim, unit):
                 return f"{self.stride(tensor, dim, rank)} // {unit}"
             case Passed(name):

@@ -88,12 +88,12 @@ def find(
         else:
             if isinstance(found, Unseen):
                 return found
-            if not recorded:
+            code = code_of(call, found, target) if mapped and isinstance(found, Ready) else None
+            if code is not None:  # a map is met by it until it has come back often enough
+                keep(call.kind.unseen, mapped, code, MOST_UNSEEN)
+            elif not recorded:
                 call.keeps = True
                 (entries[0] if entries else without_indices).keep(call.key(target, entries), found)
-            code = code_of(call, found, target) if mapped and isinstance(found, Ready) else None
-            if code is not None:
-                keep(call.kind.unseen, mapped, code, MOST_UNSEEN)
             return found
     return _make_unseen(call, values, target, entries, recorded)
 

@@ -4,10 +4,12 @@ Each row has words of bits, one bit for every step that it has. Rows are ordered
 each tile of rows lists the steps that any of its rows has. Lists have room for every step, so that
 nothing has to be counted on the host.
 
-Words are ordered as those of a reflected binary code are: one differs from the next by few bits.
-Rows of one short word are counted into buckets between words that were drawn from them, and sorted
-within windows of that order: nearly as good as sorting them all, in two launches instead of a
-dozen.
+Words are ordered as those of a reflected binary code are: one differs from the next by few bits,
+and steps that few rows have decide first, for a whole tile takes a step that one row has. Rows of
+one short word are counted into buckets between words that were drawn from them: nearly as good as
+sorting them all, in two launches instead of a dozen. Which steps are rare is another question among
+rows that have much in common already. So windows of that order are sorted once more, by what is
+rare in each: tiles of real clouds then have 2 to 24 % fewer steps.
 """
 
 from __future__ import annotations
@@ -37,6 +39,9 @@ WINDOW, BUCKETS = 1024, 256
 #: Bits of several words that a key has besides the place of the first, for which 10 are left. By
 #: such keys, tiles of real clouds have at most 0.6 % more steps than sorted by all words.
 FIRST_BITS = 53
+#: Bits of a part of a word, whose rows are looked at together, and parts of the rows of which
+#: windows are sorted; and how many bits of all parts, the rarest, decide there.
+PART, MOST_PARTS, LOCAL_BITS = 31, 4, 52
 #: Windows that are counted into buckets here: every program adds up the counts of all of them.
 MOST_WINDOWS = 256
 #: Under which whoever made a table keeps its `KernelMap` in the memory of the table.
@@ -124,7 +129,7 @@ def insum_ordered(keys):
 
 
 """
-#: The place of a word in the reflected binary code, and the word in a place.
+#: The place of a word in the reflected binary code.
 _RANK = """@triton.jit
 def insum_rank(word):
     word = word ^ (word >> 1)
@@ -133,11 +138,6 @@ def insum_rank(word):
     word = word ^ (word >> 8)
     word = word ^ (word >> 16)
     return word ^ (word >> 32)
-
-
-@triton.jit
-def insum_word(rank):
-    return rank ^ (rank >> 1)
 
 
 """
@@ -206,22 +206,52 @@ def insum_place_words(words_ptr, counts_ptr, order_ptr, rows: "i64", windows: "i
     tl.store(order_ptr + tl.gather(start, ordered // {WINDOW}, 0) + lane, row, mask=row < rows)
 """,
 )
-#: Rows of a window by their only words; what is beyond the rows comes last.
-_SORT = f"""    largest = {(1 << 31) - 1}
-    rank = insum_rank(tl.load(bits_ptr + row, mask=there, other=0).to(tl.int64))
-    ordered = insum_ordered((largest - tl.where(there, rank, -1)) * {WINDOW} + lane)
-    rank = largest - (ordered >> {WINDOW.bit_length() - 1})
-    word = insum_word(rank)
-    there = rank >= 0
-    row = tl.load(order_ptr + first_row + (ordered & {WINDOW - 1}), mask=there, other=0)
-"""
 
 
-def _steps(windowed: bool) -> Handwritten:
-    """Tiles of rows in an order; ``windowed``: of rows that are sorted by their only word here."""
-    load = "tl.load(bits_ptr + number * rows + row, mask=there, other=0).to(tl.int64)"
-    bits = "tl.where(there, word, 0)" if windowed else load
-    length = WINDOW if windowed else TILE
+def _sorted_window(parts: int) -> str:
+    """Rows of a window by their words, of which there are so many parts, what is rare in the window
+    deciding first; what is beyond the rows comes last. Bits that no row has decide nothing.
+    """
+    lines = ["one_bit = tl.arange(0, 32)"]
+    for k in range(parts):
+        word, shift = divmod(k, 2)
+        load = f"tl.load(bits_ptr + {word} * rows + row, mask=there, other=0).to(tl.int64)"
+        lines += [
+            f"part{k} = (({load} >> {PART * shift}) & {(1 << PART) - 1}).to(tl.int32)",
+            f"count{k} = tl.sum((part{k}[:, None] >> one_bit[None, :]) & 1, 0)",
+            f"count{k} = tl.where(count{k} == 0, {2 * WINDOW}, count{k})",
+        ]
+    lowest = max(0, 32 * parts - LOCAL_BITS)
+    lines.append(f"local = tl.zeros([{WINDOW}], tl.int64)")
+    for k in range(parts):
+        lines.append(f"place{k} = tl.zeros([32], tl.int32)")
+        for other in range(parts):
+            counts, own = f"count{other}[None, :]", f"count{k}[:, None]"
+            ahead = f"({counts} {'>=' if other < k else '>'} {own})"
+            if other == k:  # of as many, the first is ahead
+                ahead += f" | (({counts} == {own}) & (one_bit[None, :] < one_bit[:, None]))"
+            lines.append(f"place{k} += tl.sum(({ahead}).to(tl.int32), 1)")
+        lines += [
+            f"for which in range({PART}):",
+            f"    goes_to = tl.sum(tl.where(one_bit == which, place{k}, 0), 0) - {lowest}",
+            f"    own = ((part{k} >> which) & 1).to(tl.int64)",
+            "    local |= tl.where(goes_to >= 0, own << tl.maximum(goes_to, 0).to(tl.int64), 0)",
+        ]
+    lines += [
+        f"largest = {(1 << LOCAL_BITS) - 1}",
+        "rank = tl.where(there, insum_rank(local), -1)",
+        f"ordered = insum_ordered((largest - rank) * {WINDOW} + lane)",
+        f"there = largest - (ordered >> {WINDOW.bit_length() - 1}) >= 0",
+        f"row = tl.load(order_ptr + first_row + (ordered & {WINDOW - 1}), mask=there, other=0)",
+    ]
+    return "".join(f"    {line}\n" for line in lines)
+
+
+def _steps(parts: int) -> Handwritten:
+    """Tiles of rows in an order; where their words have no more than so many parts, windows of the
+    order are sorted once more.
+    """
+    length = WINDOW if parts else TILE
     text = f"""@triton.jit
 def insum_either(a, b):
     return a | b
@@ -237,7 +267,7 @@ def insum_steps(
     at = first_row + lane
     there = at < rows
     row = tl.load(order_ptr + at, mask=there, other=0)
-{_SORT if windowed else ""}
+{_sorted_window(parts) if parts else ""}
     tl.store(rows_ptr + at, tl.where(there, row, -1).to(tl.int32), mask=at < tiles * {TILE})
     tile = first_row // {TILE} + tl.arange(0, {length // TILE})
     real = tile < tiles
@@ -245,7 +275,7 @@ def insum_steps(
     last = first
     bit = tl.arange(0, 64)
     for number in range((steps + per - 1) // per):
-        bits = {bits}
+        bits = tl.load(bits_ptr + number * rows + row, mask=there, other=0).to(tl.int64)
         held = tl.reduce(tl.reshape(bits, [{length // TILE}, {TILE}]), 1, insum_either)
         has = ((held[:, None] >> bit[None, :]) & 1).to(tl.int64)
         place = last[:, None] + tl.cumsum(has, 1) - has
@@ -259,7 +289,7 @@ def insum_steps(
     tl.store(start_ptr + tile, first.to(tl.int32), mask=real)
     tl.store(end_ptr + tile, last.to(tl.int32), mask=real)
 """
-    return Handwritten("insum_steps", _ORDERED + _RANK + text)
+    return Handwritten("insum_steps", _ORDERED + _RANK + text, warps=8 if parts else 4)
 
 
 #: One key for all words of a row, of which one follows the other as the rank of one long word
@@ -300,8 +330,8 @@ def insum_keys(words_ptr, keys_ptr, rows: "i64", words: "i64", per: "i64"):
     tl.store(keys_ptr + at, key.to(keys_ptr.dtype.element_ty), mask=there)
 """,
 )
-#: By whether rows are sorted in windows.
-_STEPS = {windowed: _steps(windowed) for windowed in (False, True)}
+#: By the parts that words have, where windows are sorted once more; else 0.
+_STEPS = {parts: _steps(parts) for parts in range(MOST_PARTS + 1)}
 _BY_STEP = Handwritten(
     "insum_by_step",
     f"""@triton.jit
@@ -443,9 +473,10 @@ def tiled(words: Tensor, order: Tensor, names: Tensor) -> dict[str, Tensor]:
         end=each,
         held=(torch.int64, (count, tiles)),
     )
-    windowed = words.dtype == torch.int32
-    programs, per = (-(-rows // WINDOW), 31) if windowed else (tiles, bits_per_word(steps))
-    _STEPS[windowed](programs, words, order, names, *made.values(), rows, steps, per, tiles)
+    parts, per = -(-steps // PART), bits_per_word(steps)
+    parts = parts if parts <= MOST_PARTS else 0
+    programs = -(-rows // WINDOW) if parts else tiles
+    _STEPS[parts](programs, words, order, names, *made.values(), rows, steps, per, tiles)
     made["names"] = names
     return made
 
