@@ -257,10 +257,10 @@ WIDTH, LENGTH = 96, 3072
 
 
 #: What is typical of lengths where classes are few: those that leave most of a device without work,
-#: some of it, those that fill it once, or twice, and all others.
-LENGTHS = (1 << 10, 1 << 12, 1 << 14, 1 << 15, 1 << 17)
+#: those that fill it once or twice, and all others.
+LENGTHS = (1 << 10, 1 << 14, 1 << 17)
 #: Where there must be fewer still: what takes little time has no kernels of its own.
-FEWER_LENGTHS = (1 << 14, 1 << 17)
+FEWER_LENGTHS = LENGTHS[1:]
 #: Of others that are no widths of a network, which has few: up to which they are narrower than a
 #: large tile, and what tells them apart: whether wide loads and small tiles divide them.
 NARROW, EVEN = 64, 16

@@ -28,6 +28,9 @@ from insum.runtime.program import CopyRoom, Grid, Launch, ProductLaunches
 #: What the workspace of a product may take, whatever it reads: no more than libraries of dense
 #: products have for themselves.
 SMALL_BYTES = 2**25
+#: Kernels of a statement up to which others are written for lists of steps that are cut: a network
+#: of many widths needs its room for these.
+MOST_TO_CUT = 4
 
 
 def tiles(product: ProductBuild) -> ProductLaunches:
@@ -151,6 +154,8 @@ def _pieces(product: ProductBuild, config: Config) -> tuple[int, bool]:
     plan, wishes, buffers = product.plan, product.wishes, product.planned.buffers
     wanted = tiling.pieces(plan, config, product.extents)
     if plan.segment is not None:  # few tiles: an output that is filled first costs more than a sum
+        if product.room is not None and len(product.room.kernels) >= MOST_TO_CUT:
+            return 1, False
         one = tiling.output_places(plan, product.extents) * tiling.BYTES.get(plan.accumulator, 8)
         found = max(1, min(wanted, max(buffers, SMALL_BYTES // max(1, one))))
         return found, found > 1

@@ -83,7 +83,7 @@ class KernelMap:
 def words_for(rows: int, steps: int) -> tuple[int, tuple[torch.dtype, tuple[int, int]]]:
     """How many bits the words of rows have, and their dtype and shape: (words, rows)."""
     # short words are sorted in half the time
-    per, dtype = (31, torch.int32) if steps <= 31 else (62, torch.int64)
+    per, dtype = (PART, torch.int32) if steps <= PART else (2 * PART, torch.int64)
     return per, (dtype, (-(-steps // per), rows))
 
 
@@ -473,7 +473,7 @@ def tiled(words: Tensor, order: Tensor, names: Tensor) -> dict[str, Tensor]:
         end=each,
         held=(torch.int64, (count, tiles)),
     )
-    parts, per = -(-steps // PART), bits_per_word(steps)
+    parts, per = -(-steps // PART), PART if words.dtype == torch.int32 else 2 * PART
     parts = parts if parts <= MOST_PARTS else 0
     programs = -(-rows // WINDOW) if parts else tiles
     _STEPS[parts](programs, words, order, names, *made.values(), rows, steps, per, tiles)
