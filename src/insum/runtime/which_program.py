@@ -141,7 +141,8 @@ def _map_key(
             entry.sights += 1
         if entry.sights > MOST_MET:
             # one that keeps coming back is worth arguments of its own, and a better order
-            _settle(entry)
+            if not kind.firm:
+                _settle(entry)
             return None
         facts: IndexFacts | None = entry.things.get("facts")
         if facts is None:
