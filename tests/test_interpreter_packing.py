@@ -11,6 +11,7 @@ from torch import Tensor
 import insum
 from insum.call.request import request_of
 from insum.plan.strategies.packing import TILE
+from insum.runtime import build_tiles
 from insum.runtime.prologue.made import Made
 from insum.runtime.prologue.tables import WORTH, by_step, packed
 from kernels import lookup
@@ -162,14 +163,37 @@ def test_pieces_of_lists_read_copies_too(monkeypatch: pytest.MonkeyPatch) -> Non
     program = lookup(request_of(BY_STEP, None, None, ("Nb",)).bind(values), values)
     assert not isinstance(program, str)
     assert program.steps[0].copies and cut(BY_STEP, values) > 1
-    first = insum.insum(BY_STEP, padded=("Nb",), **values)
-    assert torch.allclose(first.double(), expected(x, nb, values["W"]), atol=1e-3)
     torch.use_deterministic_algorithms(True)
     try:
-        again = insum.insum(BY_STEP, padded=("Nb",), **values)
+        first, again = (insum.insum(BY_STEP, padded=("Nb",), **values) for _ in range(2))
     finally:
         torch.use_deterministic_algorithms(False)
+    assert torch.allclose(first.double(), expected(x, nb, values["W"]), atol=1e-3)
     assert torch.equal(first, again)
+
+
+def test_lists_stay_whole_where_a_factor_follows() -> None:
+    """Which would be multiplied with every piece, also with those that have nothing."""
+    nb, (x, w), s = table(steps=27), operands(steps=27), torch.ones(ROWS)
+    nb[:, ::3] = torch.where(torch.arange(27)[:, None] == 5, nb[:, ::3], -1)
+    s[::50] = float("inf")
+    statement, values = f"{BY_STEP} * S[x]", {"In": x.abs(), "Nb": nb, "W": w.abs(), "S": s}
+    assert cut(statement, values) == 1
+    result = insum.insum(statement, padded=("Nb",), **values)
+    there = (nb >= 0).any(0)
+    assert not result[there].isnan().any() and result[there & s.isinf()].isinf().all()
+
+
+def test_lists_stay_whole_where_sizes_have_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the workspace would have none."""
+    monkeypatch.setattr("insum.call.prepared._forms", {})
+    monkeypatch.setattr("insum.call.lookup._fronts", {})
+    monkeypatch.setattr("insum.runtime.program.Room.level", property(lambda room: 4))
+    summed, together = [], build_tiles._together
+    monkeypatch.setattr(build_tiles, "_together", lambda *a: summed.append(a) or together(*a))
+    nb, (x, w) = table(steps=27), operands(steps=27)
+    result = insum.insum(BY_STEP, padded=("Nb",), In=x, Nb=nb, W=w)
+    assert torch.allclose(result.double(), expected(x, nb, w), atol=1e-4) and not summed
 
 
 def test_lists_of_many_tiles_stay_whole() -> None:

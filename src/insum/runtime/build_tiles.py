@@ -154,7 +154,7 @@ def _pieces(product: ProductBuild, config: Config) -> tuple[int, bool]:
     plan, wishes, buffers = product.plan, product.wishes, product.planned.buffers
     wanted = tiling.pieces(plan, config, product.extents)
     if plan.segment is not None:  # few tiles: an output that is filled first costs more than a sum
-        if product.room is not None and len(product.room.kernels) >= MOST_TO_CUT:
+        if not _may_cut_lists(product):
             return 1, False
         one = tiling.output_places(plan, product.extents) * tiling.BYTES.get(plan.accumulator, 8)
         found = max(1, min(wanted, max(buffers, SMALL_BYTES // max(1, one))))
@@ -162,3 +162,17 @@ def _pieces(product: ProductBuild, config: Config) -> tuple[int, bool]:
     alone = plan.reduce != "sum" or wishes.deterministic or wishes.accumulate
     found = max(1, min(wanted, buffers if alone or not buffers else wanted))
     return found, alone and found > 1
+
+
+def _may_cut_lists(product: ProductBuild) -> bool:
+    """While there is room for more kernels; not where sizes have no bound, for then the workspace
+    has none, and not where a factor is multiplied with each piece: an infinite one makes NaN of
+    those that have nothing.
+    """
+    sizes, room = product.planned.sizes, product.room
+    bounded = not any(one.open for one in sizes.extents.values())
+    return (
+        bounded
+        and not product.plan.roles.post
+        and (room is None or len(room.kernels) < MOST_TO_CUT)
+    )
