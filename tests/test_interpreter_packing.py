@@ -196,6 +196,20 @@ def test_lists_stay_whole_where_sizes_have_no_bound(monkeypatch: pytest.MonkeyPa
     assert torch.allclose(result.double(), expected(x, nb, w), atol=1e-4) and not summed
 
 
+def test_a_config_is_asked_for_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a statement has kernels enough, and by default would cut nothing."""
+    monkeypatch.setattr(build_tiles, "MOST_TO_CUT", 0)
+    summed, together = [], build_tiles._together
+    monkeypatch.setattr(build_tiles, "_together", lambda *a: summed.append(a[1]) or together(*a))
+    nb, (x, w) = table(steps=27), operands(steps=27)
+    for config, pieces in ((None, []), (insum.Config(m=64, n=16, k=16, split=5), [5])):
+        summed.clear()
+        monkeypatch.setattr("insum.call.prepared._forms", {})
+        monkeypatch.setattr("insum.call.lookup._fronts", {})
+        result = insum.insum(BY_STEP, padded=("Nb",), config=config, In=x, Nb=nb, W=w)
+        assert torch.allclose(result.double(), expected(x, nb, w), atol=1e-4) and summed == pieces
+
+
 def test_lists_of_many_tiles_stay_whole() -> None:
     nb, x = table(rows=40_000, steps=27), torch.randn(40_000, 64)
     assert cut(BY_STEP, {"In": x, "Nb": nb, "W": torch.randn(27, 64, 64)}) == 1

@@ -166,7 +166,7 @@ def _as_dot(roles: Roles, m: str, n: str, k: str) -> Contraction:
     right = tuple(f for f in with_k if n in depends[f])
     left = tuple(f for f in with_k if f not in right)
     left_on, right_on = (frozenset().union(*(depends[f] for f in side)) for side in (left, right))
-    apart = _read_with(roles, k)
+    apart = read_with(roles.factors, k)
     m_axis = _flattened(roles, m, lambda v: v in left_on and v not in right_on, apart)
     n_axis = _flattened(roles, n, lambda v: v in right_on and v not in left_on, apart)
     axes = {*m_axis, *n_axis, k}
@@ -212,9 +212,9 @@ def _indices(factor: Expr) -> list[Access]:
     return [a for access in outer for index in access.indices for a in accesses(index)]
 
 
-def _read_with(roles: Roles, k: str) -> frozenset[str]:
+def read_with(factors: Sequence[Expr], k: str) -> frozenset[str]:
     """Variables that index tensors are read by together with ``k``."""
-    reads = (variables(a) for f in roles.factors for a in _indices(f))
+    reads = (variables(a) for f in factors for a in _indices(f))
     return frozenset(v for vars_ in reads if k in vars_ for v in vars_)
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from insum.lang.expr import accesses, variables
+from insum.lang.expr import variables
 from insum.plan.config import Config
 from insum.plan.plan import Plan
-from insum.plan.roles import FLATTEN_UP_TO, one_place_an_entry
+from insum.plan.roles import FLATTEN_UP_TO, one_place_an_entry, read_with
 from insum.plan.sizes import power_of_two
 
 #: Tasks up to this length count as short: several of them share a program.
@@ -37,9 +37,8 @@ LARGE_STEPS = 8
 #: The least M of Hopper's matrix instructions.
 HIGH = 64
 
-#: Multiprocessors of a large device, bytes of shared memory that the tiles of one may have, and
-#: tiles that it runs at most.
-MULTIPROCESSORS, SHARED, RESIDENT = 132, 200_000, 16
+#: Of a multiprocessor: bytes of shared memory that its tiles may have, and tiles at most.
+SHARED, RESIDENT = 200_000, 16
 
 #: Measured on an H200, in microseconds: what a step of a tile waits for, and for so many bytes of
 #: it one more; a launch, and so many numbers that go through the workspace in one.
@@ -103,9 +102,7 @@ def gathers_places(plan: Plan) -> bool:
     """Whether an index tensor is read along M and K both: an index for each place of a tile."""
     if plan.segment is not None or not plan.roles.k:
         return False
-    outer = (a for f in plan.factors for a in accesses(f, nested=False))
-    read = ({*variables(a)} for one in outer for index in one.indices for a in accesses(index))
-    return any(plan.roles.k[0] in vars_ and vars_ & {*plan.roles.m} for vars_ in read)
+    return not read_with(plan.factors, plan.roles.k[0]).isdisjoint(plan.roles.m)
 
 
 def is_large(plan: Plan, extents: Mapping[str, int]) -> bool:
@@ -212,7 +209,7 @@ def _pieces_of_lists(
     length = steps // lists
     if config.split:
         return max(1, min(config.split, length))
-    at_once = MULTIPROCESSORS * max(1, min(RESIDENT, SHARED // buffered))
+    at_once = ENOUGH_PROGRAMS // 2 * max(1, min(RESIDENT, SHARED // buffered))
     waits = length * (STEP_WAIT + step_bytes(plan, config) / STEP_BYTES)
     room = output_places(plan, extents) / WORKSPACE_NUMBERS
 

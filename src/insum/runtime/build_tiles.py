@@ -37,7 +37,9 @@ def tiles(product: ProductBuild) -> ProductLaunches:
     (config,) = product.choice
     pieces, apart = _pieces(product, config)
     plan = product.plan
-    fit, alignment = fit_of(product.planned, config), alignment_of(product.planned, config)
+    copied = pieces == 1 or plan.segment is not None
+    fit = fit_of(product.planned, config) if copied else None
+    alignment = alignment_of(product.planned, config) if copied else None
     for copy in (fit, alignment):
         plan = plan if copy is None else copy.reading(plan)
     wished = product.wishes.settings
@@ -154,7 +156,7 @@ def _pieces(product: ProductBuild, config: Config) -> tuple[int, bool]:
     plan, wishes, buffers = product.plan, product.wishes, product.planned.buffers
     wanted = tiling.pieces(plan, config, product.extents)
     if plan.segment is not None:  # few tiles: an output that is filled first costs more than a sum
-        if not _may_cut_lists(product):
+        if not _may_cut_lists(product, asked=bool(config.split)):
             return 1, False
         one = tiling.output_places(plan, product.extents) * tiling.BYTES.get(plan.accumulator, 8)
         found = max(1, min(wanted, max(buffers, SMALL_BYTES // max(1, one))))
@@ -164,15 +166,15 @@ def _pieces(product: ProductBuild, config: Config) -> tuple[int, bool]:
     return found, alone and found > 1
 
 
-def _may_cut_lists(product: ProductBuild) -> bool:
-    """While there is room for more kernels; not where sizes have no bound, for then the workspace
-    has none, and not where a factor is multiplied with each piece: an infinite one makes NaN of
-    those that have nothing.
+def _may_cut_lists(product: ProductBuild, *, asked: bool) -> bool:
+    """While there is room for more kernels, or where a config ``asked`` for it; not where sizes
+    have no bound, for then the workspace has none, and not where a factor is multiplied with each
+    piece: an infinite one makes NaN of those that have nothing.
     """
     sizes, room = product.planned.sizes, product.room
     bounded = not any(one.open for one in sizes.extents.values())
     return (
         bounded
         and not product.plan.roles.post
-        and (room is None or len(room.kernels) < MOST_TO_CUT)
+        and (asked or room is None or len(room.kernels) < MOST_TO_CUT)
     )
