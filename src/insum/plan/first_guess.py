@@ -25,6 +25,7 @@ from insum.plan.tiling import (
     SHORT,
     dividing,
     extent,
+    gathers_along,
     gathers_places,
     held,
     in_rows,
@@ -86,8 +87,10 @@ def first_guess(plan: Plan, extents: Mapping[str, int], *, along_sum: bool = Fal
     if plan.pattern:
         return _for_pattern(plan, plan.pattern, extents)
     if plan.roles.dot:
-        wide = _for_wide_numbers(plan, extents) if along_sum else None
-        return wide or _for_dot(plan, extents, along_sum=along_sum)
+        found = _for_gathered_rows(plan, extents)
+        if found is None and along_sum:
+            found = _for_wide_numbers(plan, extents)
+        return found or _for_dot(plan, extents, along_sum=along_sum)
     if plan.segment:
         return _for_rows(plan, extents, long=False)
     return _for_sum(plan, extents)
@@ -280,6 +283,41 @@ def _for_dot(plan: Plan, extents: Mapping[str, int], *, along_sum: bool) -> Conf
     return Config(m=m, n=n, k=k, warps=warps, stages=stages)
 
 
+def _for_gathered_rows(plan: Plan, extents: Mapping[str, int]) -> Config | None:
+    """Entries that gather a row for each place along M, or sum them along K: the narrower the rows,
+    the more a step is all waiting, and the more programs have to wait at once. None where sums are
+    exact, of several parts, and where tiles as of any other product do.
+    """
+    size = BYTES.get(plan.operand, 4)
+    m, n = (power_of_two(extent(axis, extents)) for axis in (plan.roles.m, plan.roles.n))
+    exact = size == 4 and plan.precision != "tf32"
+    if exact or plan.pointwise or plan.onehot >= 0 or held(plan, extents, m, n) != (m, n):
+        return None
+    if gathers_along(plan, plan.roles.k):
+        small = max(m, n) <= 32 <= extents[plan.roles.k[-1]]
+        return Config(max(16, m), max(16, n), 256 // size, warps=1, stages=3) if small else None
+    return _for_rows_along_m(plan, extents, n) if gathers_along(plan, plan.roles.m) else None
+
+
+def _for_rows_along_m(plan: Plan, extents: Mapping[str, int], n: int) -> Config | None:
+    size, inner = BYTES.get(plan.operand, 4), extents[plan.roles.k[-1]]
+    programs = _programs(plan, extents, LARGE_SIDE, min(n, LARGE_SIDE))
+    many = programs >= ENOUGH_PROGRAMS
+    if n <= 32 or n <= HIGH and inner <= 32:
+        if size == 4 and inner != power_of_two(inner):
+            return None
+        k = max(16, min(power_of_two(inner), 128 // size))
+        n = max(n, least_n(plan) if k <= 32 else 16)
+        return Config(HIGH, n, k, warps=4, stages=3 if (HIGH + n) * k * size < 8192 else 2)
+    if n == HIGH and many and (inner >= HIGH or size == 4):
+        return Config(LARGE_SIDE, n, HIGH, warps=8, stages=2 if inner <= HIGH or size == 4 else 3)
+    lasting = ENOUGH_PROGRAMS // 2 <= programs < ENOUGH_PROGRAMS * 5 // 4
+    if n >= LARGE_SIDE and lasting and (many or size == 4):
+        # the longest list decides: one program on a multiprocessor, which shares with nobody
+        return Config(LARGE_SIDE, LARGE_SIDE, 128 // size, warps=8, stages=4)
+    return None
+
+
 def _for_wide_numbers(plan: Plan, extents: Mapping[str, int]) -> Config | None:
     """32-bit numbers that matrix instructions read as they lie: gathered rows are used for as many
     outputs as a tile can have. None where few outputs, or few tiles, leave small ones ahead.
@@ -310,7 +348,8 @@ def _for_large_entries(plan: Plan, extents: Mapping[str, int], m: int, n: int, k
     fits = 32 % inner == 0 or inner != power_of_two(inner)
     if fits and walks_matrices(plan):
         return Config(m=m, n=n, k=32, warps=4, stages=4)
-    return Config(m=m, n=n, k=k, warps=8, stages=3)
+    # rows that are gathered along K are brought to the accumulators of few warps sooner
+    return Config(m=m, n=n, k=k, warps=4 if gathers_along(plan, plan.roles.k) else 8, stages=3)
 
 
 def _for_few_segments(plan: Plan, extents: Mapping[str, int], m: int, n: int, k: int) -> Config:

@@ -98,6 +98,14 @@ def walks_matrices(plan: Plan) -> bool:
     return one_place_an_entry(plan.factors, segment.var, segment.row)
 
 
+def gathers_along(plan: Plan, axis: tuple[str, ...]) -> bool:
+    """Whether index tensors are read at each entry for every place along an axis of the tile."""
+    segment = plan.segment
+    if segment is None or not walks_entries(plan):
+        return False
+    return not read_with(plan.factors, segment.var).isdisjoint({*axis} - {segment.var})
+
+
 def gathers_places(plan: Plan) -> bool:
     """Whether an index tensor is read along M and K both: an index for each place of a tile."""
     if plan.segment is not None or not plan.roles.k:
