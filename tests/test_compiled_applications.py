@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import applications
 import insum
+import insum.compat.compiler
 from applications import Application
 from insum.formats import COO, BlockGroupCOO, GroupCOO
 from insum.testing import count_compiles

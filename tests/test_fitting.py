@@ -86,8 +86,8 @@ def test_rows_that_are_not_copied() -> None:
 
 
 def test_what_is_not_worth_it() -> None:
-    few = look(120, 72, voxels=1000)
-    exact, wide = (look(32, 32, dtype=dtype) for dtype in (torch.float64, torch.float32))
+    few, exact = look(120, 72, voxels=1000), look(32, 32, dtype=torch.float64)
+    wide = look(32, 32, dtype=torch.float32, voxels=1000)
     large = look(1000, 1000, matrices=8)
     assert all(names(one) == ["product"] for one in (few, exact, wide, large))
 

@@ -2,8 +2,8 @@
 map beside a sort of its keys.
 
 A layer is compared with the submanifold convolution of equal work: of as many channels and pairs of
-voxels. That is read off the lines between the convolutions over a cloud, over the next coarser one,
-and over a few of its voxels, whose time is that of a launch.
+voxels. That is read off the lines between the convolutions over a few of a cloud's voxels, whose
+time is that of a launch, over the next coarser cloud, over the cloud, and over a batch of four.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ from insum.nn.voxels import keys_of
 
 CHANNELS = (4, 16, 64, 256)
 MILLION = 10**6
-#: What others are compared with, over the cloud, over the next coarser one, and over few voxels.
-FINE, COARSE, FEW = "submanifold 3", "submanifold 3, coarser", "submanifold 3, few"
+#: What others are compared with, over the cloud, over the next coarser one, over few voxels, and
+#: over four clouds.
+FINE, COARSE = "submanifold 3", "submanifold 3, coarser"
+FEW, MANY = "submanifold 3, few", "submanifold 3, batch of four"
 #: Voxels that are few, and yet enough for tiles.
 FEW_VOXELS = 2048
 SUBMANIFOLD = Geometry((3, 3, 3), padding=(1, 1, 1), submanifold=True)
@@ -101,10 +103,13 @@ def layers(x: SparseTensor, x4: SparseTensor) -> dict[str, LayerCase]:
     fours = SparseConv4d(c, c, 3, bias=False, submanifold=True).to(x.device, kind)
     coarse, coarser = by_two(x), by_three(x)
     few = SparseTensor(x.coords[:FEW_VOXELS], x.features[:FEW_VOXELS], ndim=3)
+    batch = [nn.functional.pad(x.coords[:, -3:], (1, 0), value=b) for b in range(4)]
+    many = SparseTensor(torch.cat(batch), x.features.repeat(4, 1), ndim=3)
     return {
         FINE: LayerCase(conv(3, submanifold=True), x),
         COARSE: LayerCase(conv(3, submanifold=True), coarser),
         FEW: LayerCase(conv(3, submanifold=True), few),
+        MANY: LayerCase(conv(3, submanifold=True), many),
         "strided 3 / 2": LayerCase(by_three, x),
         "strided 2 / 2": LayerCase(by_two, x),
         "transposed 3 / 2": LayerCase(
@@ -133,7 +138,7 @@ def rows_of(cloud: str, coords: Tensor, channels: int, kind: torch.dtype) -> Ite
         measure.warm(lambda case=case: (case.run(),), coords.device)  # type: ignore[misc]
         milliseconds, _ = measure.clock(case.run, coords.device)
         found[name] = case.pairs(), 1e3 * milliseconds
-    equal = lines(found[FEW], found[COARSE], found[FINE])
+    equal = lines(*(found[name] for name in (FEW, COARSE, FINE, MANY)))
     for name, (pairs, us) in found.items():
         yield LayerRow(cloud, channels, name, pairs, us, us / equal(pairs))
 

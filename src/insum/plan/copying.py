@@ -12,8 +12,9 @@ from insum.plan.draft import Planned
 from insum.plan.plan import Plan
 from insum.plan.sizes import Strides
 
-#: Points of a product that is worth one launch more; and of 32-bit numbers.
-LEAST_POINTS, LEAST_WIDE = 2**27, 2**30
+#: Points of a product that is worth one launch more; and of 32-bit numbers, for what lies across
+#: the sum takes several times as long.
+LEAST_POINTS, LEAST_WIDE = 2**27, 2**25
 HALF = ("float16", "bfloat16")
 
 

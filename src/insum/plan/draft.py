@@ -48,6 +48,9 @@ _ACCUMULATOR = {
 }
 #: A float32 buffer is small where what is read is at least this many times its size.
 BUFFER_SHARE = 8
+#: What buffers for the result may take, whatever is read: no more than libraries of dense products
+#: have for themselves.
+SMALL_BYTES = 2**25
 
 
 class CannotFuse(Exception):
@@ -89,7 +92,7 @@ class Planned:
     #: ... or unless a dimension has just as many places as a pattern writes.
     written: tuple[int, int] | None = None
     multiples: Mapping[str, int] = field(default_factory=dict)  # of variables of our own
-    buffers: int = 0  # float32 buffers for the result that are little beside what is read
+    buffers: int = 0  # float32 buffers for the result that are little (`Subject.small_buffers`)
     longest: int = 0  # entries of a row, a power of two; 0 where nothing is known of them
     entries: int = 0
 
@@ -233,8 +236,21 @@ class Subject:
     # --- memory ---
 
     def small_buffers(self) -> int:
-        """How many float32 buffers for the result are little beside the tensors that are read."""
-        return self.bytes_read() // max(1, BUFFER_SHARE * 4 * math.prod(self.sizes.shape))
+        """How many float32 buffers for the result are little beside the tensors that are read, or
+        altogether.
+        """
+        one = max(1, 4 * math.prod(self.sizes.shape))
+        beside = self.bytes_read() // (BUFFER_SHARE * one)
+        return max(beside, SMALL_BYTES // one) if self.bounds_result() else beside
+
+    def bounds_result(self) -> bool:
+        """Whether the class of sizes bounds that of the result: it is told by extents, none of
+        which is open.
+        """
+        walked = self.sizes.walked.get(OUT, ())
+        return all(
+            dim is not None and not any(self.sizes.extents[v].open for v in dim) for dim in walked
+        )
 
     def bytes_read(self) -> int:
         """Of all tensors that are read, about."""

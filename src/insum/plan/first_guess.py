@@ -60,6 +60,9 @@ FEWER_ENTRIES, CUT_FEWER = 100_000, 16
 #: Below so many, the device is nowhere near full, and waiting for one gather after the other is all
 #: there is.
 TINY_ENTRIES = 2**15
+#: Columns up to which rows are narrow, entries from which on they are not short, and loads of one
+#: warp for such rows.
+NARROW_ROW, SHORT_ROW, NARROW_LOADS = 32, 4, 2048
 #: Threads of a tile that sum each its own, and how many outputs they take: as many halves as the
 #: widest load has.
 OWN_THREADS, OWN_SUMS = 128, 8
@@ -172,11 +175,13 @@ def first_choice(
     if not in_rows(plan):
         return (guess,)
     split = split_length(longest, entries, alone=guess.n == 1)
-    if MANY_LAUNCHES <= entries < TINY_ENTRIES and not plan.roles.loops:
+    narrow = 1 < guess.n <= NARROW_ROW and guess.k >= 8  # as `_for_narrow_rows` has it
+    if MANY_LAUNCHES <= entries < TINY_ENTRIES and not (narrow or plan.roles.loops):
         guess = _for_few_rows(guess)
-    elif split and entries < FEW_ENTRIES:
+    elif split and entries < FEW_ENTRIES and not narrow:
         guess = _for_pieces(guess)
-    long = _short_pieces(guess) if 0 < split <= SHORT else _for_rows(plan, extents, long=True)
+    short = 0 < split <= SHORT and not narrow
+    long = _short_pieces(guess) if short else _for_rows(plan, extents, long=True)
     if entries < ONE_LAUNCH:
         long = replace(long, warps=guess.warps, stages=guess.stages)
     return replace(guess, split=split), long
@@ -304,7 +309,8 @@ def _for_rows_along_m(plan: Plan, extents: Mapping[str, int], n: int) -> Config 
     programs = _programs(plan, extents, LARGE_SIDE, min(n, LARGE_SIDE))
     many = programs >= ENOUGH_PROGRAMS
     if n <= 32 or n <= HIGH and inner <= 32:
-        if size == 4 and inner != power_of_two(inner):
+        deep = inner > 128 // size and (size == 4 or not many)  # long strides are better
+        if deep or size == 4 and inner != power_of_two(inner):
             return None
         k = max(16, min(power_of_two(inner), 128 // size))
         n = max(n, least_n(plan) if k <= 32 else 16)
@@ -312,7 +318,7 @@ def _for_rows_along_m(plan: Plan, extents: Mapping[str, int], n: int) -> Config 
     if n == HIGH and many and (inner >= HIGH or size == 4):
         return Config(LARGE_SIDE, n, HIGH, warps=8, stages=2 if inner <= HIGH or size == 4 else 3)
     lasting = ENOUGH_PROGRAMS // 2 <= programs < ENOUGH_PROGRAMS * 5 // 4
-    if n >= LARGE_SIDE and lasting and (many or size == 4):
+    if n >= LARGE_SIDE and lasting and (many or size == 4 and n == LARGE_SIDE):
         # the longest list decides: one program on a multiprocessor, which shares with nobody
         return Config(LARGE_SIDE, LARGE_SIDE, 128 // size, warps=8, stages=4)
     return None
@@ -401,19 +407,40 @@ def _for_rows(plan: Plan, extents: Mapping[str, int], *, long: bool) -> Config:
         n = min(n, 64)
     if long:
         m = min(max(1, 64 // n), power_of_two(extent(plan.roles.m[1:], extents)))
-        return Config(
-            m=m, n=n, k=max(16, min(64, 2048 // (m * n))), warps=1 if m * n <= 128 else 2, stages=1
-        )
+        k = max(16, min(64, 2048 // (m * n)))
+        if 1 < n <= 32:  # few lines of memory for each warp at a time
+            k = max(16, min(128 if n <= 8 else 64, 4096 // (m * n * row_bytes(plan))))
+        return Config(m=m, n=n, k=k, warps=1 if m * n <= 128 else 2, stages=1)
     if n == 1:  # a thread for each row
         return Config(m=64, n=1, k=1, warps=2, stages=1)
+    if _are_narrow(plan, extents, n):
+        return _for_narrow_rows(plan, n, idle=columns % n > 0)
     m = max(1, min(64, 512 // n))
     if narrow:
         return Config(m=m, n=n, k=4, warps=1, stages=1)
-    if columns % n and wide and n <= 32:  # few threads of a row have something to read
-        return Config(m=max(1, m // 2), n=n, k=4, warps=1, stages=1)
     # where rows end inside of tiles, one warp waits for fewer threads that read nothing
     idle = columns % n > 0 and (n == 64 and not wide or n > 128)
     return Config(m=m, n=n, k=2, warps=1 if idle else 2, stages=1)
+
+
+def _are_narrow(plan: Plan, extents: Mapping[str, int], n: int) -> bool:
+    """Whether rows of few columns, which fill their tile, have entries enough to be read many at a
+    time.
+    """
+    assert plan.segment is not None
+    entries, rows = extents[plan.segment.var], max(1, extents[plan.segment.row])
+    filled = n <= 8 or extent(plan.roles.n, extents) % n == 0
+    return n <= NARROW_ROW and filled and len(plan.roles.m) == 1 and entries >= SHORT_ROW * rows
+
+
+def _for_narrow_rows(plan: Plan, n: int, *, idle: bool) -> Config:
+    """All entries of a short row at once, of as many rows as leave each thread of one warp some
+    dozens of loads. ``idle``: few threads of a row have something to read.
+    """
+    k, read = 16 if n <= 8 else 8, (a for f in plan.factors for a in accesses(f, nested=False))
+    gathered = sum(bool(a.indices) and a.indices[-1].var in plan.roles.n for a in read)
+    loads = NARROW_LOADS // power_of_two(max(1, gathered)) // (2 if idle else 1)
+    return Config(m=max(1, min(32, loads // (n * k))), n=n, k=k, warps=1, stages=1)
 
 
 def row_bytes(plan: Plan) -> int:
@@ -498,6 +525,10 @@ def _for_sum(plan: Plan, extents: Mapping[str, int]) -> Config:
         if m * k <= 64 and n >= 32:  # and all that lies beside it
             n = min(n, 2048 // (m * k))
             return Config(m=m, n=n, k=k, warps=max(1, m * n * k // 1024), stages=1)
+        if (
+            m == 1 and k == 128 and n >= 16
+        ):  # in steps of a load or two, while the next is on its way
+            return Config(m=1, n=16, k=32, warps=4, stages=2)
         n = min(n, max(1, 2048 // k))
     if _is_turned(plan) and min(m, n) >= TURNED // 2:
         return Config(m=min(m, TURNED), n=min(n, TURNED), warps=4, stages=1)
@@ -513,6 +544,9 @@ def _for_sum(plan: Plan, extents: Mapping[str, int]) -> Config:
         return Config(m=m, n=n, k=1, warps=OWN_THREADS // 32, stages=min(k, OWN_STEPS))
     if plan.roles.k and k >= 1024 and output_places(plan, extents) < 2 * ENOUGH_PROGRAMS * n:
         # long sums over few columns: more programs, and more rows in flight
+        wide = 128 // row_bytes(plan)  # a line of memory
+        if n >= wide and m >= 4 and _shares_rows(plan):
+            return Config(m=min(m, 16), n=min(n, wide), k=4, warps=4, stages=2)
         return Config(m=1, n=min(n, 64), k=128, warps=8, stages=1)
     k = min(k, max(4, 1024 // n)) if plan.roles.k and k < 128 or n > 16 else k
     if plan.strategy == "atomic" and k > 1 and n * k <= SMALL_SUMS:
@@ -520,6 +554,13 @@ def _for_sum(plan: Plan, extents: Mapping[str, int]) -> Config:
         return Config(m=min(m, SMALL_SUMS // (n * k)), n=n, k=k, warps=2, stages=1)
     m = min(m, max(1, 2048 // (n * k)))
     return Config(m=m, n=n, k=k, warps=4, stages=1 if k == 1 else 2)
+
+
+def _shares_rows(plan: Plan) -> bool:
+    """Whether a factor is summed for every place along M alike: it is read once for many."""
+    summed, across = {*plan.roles.k}, {*plan.roles.m}
+    read = [{*variables(f)} for f in plan.factors]
+    return any(summed & vars_ and not across & vars_ for vars_ in read)
 
 
 def _gathers_side_by_side(plan: Plan, extents: Mapping[str, int]) -> bool:

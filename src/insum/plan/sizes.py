@@ -257,8 +257,8 @@ WIDTH, LENGTH = 96, 3072
 
 
 #: What is typical of lengths where classes are few: those that leave most of a device without work,
-#: those that fill it once or twice, and all others.
-LENGTHS = (1 << 10, 1 << 14, 1 << 17)
+#: those that fill it once or twice, those that fill it many times, and all others.
+LENGTHS = (1 << 10, 1 << 14, 1 << 17, 1 << 20)
 #: Where there must be fewer still: what takes little time has no kernels of its own.
 FEWER_LENGTHS = LENGTHS[1:]
 #: Of others that are no widths of a network, which has few: up to which they are narrower than a

@@ -16,6 +16,7 @@ from insum.lang.expr import Access, accesses, fresh, index_of, variables
 from insum.plan import first_guess, tiling
 from insum.plan.aligning import Alignment, alignment_of
 from insum.plan.config import Config
+from insum.plan.draft import SMALL_BYTES
 from insum.plan.fitting import Fit, fit_of
 from insum.plan.plan import Plan
 from insum.plan.recipes import OfExtent, OfLength, SizeExpr
@@ -25,9 +26,6 @@ from insum.runtime import launch
 from insum.runtime.build_product import PIECES, ProductBuild, as_comment, tile_grid
 from insum.runtime.program import CopyRoom, Grid, Launch, ProductLaunches
 
-#: What the workspace of a product may take, whatever it reads: no more than libraries of dense
-#: products have for themselves.
-SMALL_BYTES = 2**25
 #: Kernels of a statement up to which others are written for lists of steps that are cut: a network
 #: of many widths needs its room for these.
 MOST_TO_CUT = 4
@@ -37,7 +35,8 @@ def tiles(product: ProductBuild) -> ProductLaunches:
     (config,) = product.choice
     pieces, apart = _pieces(product, config)
     plan = product.plan
-    copied = pieces == 1 or plan.segment is not None
+    # dense pieces of half precision read few rows each
+    copied = pieces == 1 or plan.segment is not None or plan.operand == "float32"
     fit = fit_of(product.planned, config) if copied else None
     alignment = alignment_of(product.planned, config) if copied else None
     for copy in (fit, alignment):

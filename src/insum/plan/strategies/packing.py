@@ -28,6 +28,7 @@ from insum.plan.recipes import (
     SizeExpr,
     Walk,
 )
+from insum.plan.roles import Contraction
 from insum.plan.substitution import substitute
 
 #: Rows of one tile, and how many rows a table has at least that is worth an order.
@@ -35,6 +36,8 @@ TILE = 128
 LEAST_ROWS, LEAST_STEPS = 1024, 4
 #: Numbers of a gathered row from which on its steps are better walked than flattened with it.
 LEAST_CHANNELS = 16
+#: Pieces that the tiles of all steps are about.
+PIECES = 512
 #: Steps of tables that are worth an order where a tile could hold many of them anyhow: rows of more
 #: are sorted by several words, for longer than it saves.
 MOST_JOINED = 124
@@ -66,8 +69,22 @@ def packed(subject: Subject, draft: Draft) -> tuple[Draft, bool]:
         for v in axis[:-1]
     ]
     found = _table(subject, draft, list(roles.k), (*roles.grid, *flattened), kept=False)
-    trial = None if found is None else _to_pieces(subject, draft, *found)
+    if found is None or not _reads_more(subject, draft, roles, *found[1:]):
+        return draft, False
+    trial = _to_pieces(subject, draft, *found)
     return (draft, False) if trial is None else (trial, True)
+
+
+def _reads_more(subject: Subject, draft: Draft, roles: Contraction, x: str, z: str) -> bool:
+    """Whether pieces read clearly more than they add to the result: where rows are few and wide,
+    adding takes longer than a sum over all of them in half precision does.
+    """
+    kinds = subject.problem.kinds
+    read = {a.tensor for f in draft.factors for a in accesses(f, nested=False)} & {*kinds}
+    itemsize = max(kinds[tensor].dtype.itemsize for tensor in read)
+    high, wide = (draft.extents[axis[-1]] for axis in (roles.m, roles.n))
+    gathered = draft.extents[x] * draft.extents[z] * (high + wide) * itemsize
+    return itemsize > 2 or gathered >= 1.5 * PIECES * high * wide * 4
 
 
 def _table(
@@ -171,13 +188,13 @@ def _to_pieces(subject: Subject, draft: Draft, access: Access, x: str, z: str) -
         of_piece: subject.array(recipe, "step", "int32"),
     }
     tiles = -(-draft.extents[x] // TILE)
-    pieces, slots = 512, tiles * draft.extents[z]
+    slots = tiles * draft.extents[z]
     trial = replace(
         _read_through(draft, change, arrays, rows),
         row=piece,
         segment=slot,
         segments=recipe,
-        extents={**draft.extents, piece: pieces, lane: TILE, slot: slots},
+        extents={**draft.extents, piece: PIECES, lane: TILE, slot: slots},
         made={
             **draft.made,
             piece: (OfCount(recipe, "pieces"),),

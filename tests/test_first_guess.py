@@ -1,0 +1,105 @@
+"""What is guessed for statements over gathered rows, as a GPU would get them; nothing runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import insum
+from insum.plan import legal
+from insum.plan.config import Choice
+from insum.plan.orientation import oriented
+from insum.plan.plan import Plan
+from insum.runtime import inspection
+from insum.runtime.build import first_choice
+from kernels import bound
+
+FORWARD, GRADIENT = "o[x,m] = f[t[z,x],c] * w[z,c,m]", "w[z,c,m] = f[t[z,x],c] * g[x,m]"
+SPMM = "y[r[p],n] = v[p] * b[c[p],n]"
+
+
+def guessed(
+    statement: str, padded: tuple[str, ...] = (), rows: int = 0, **values: Any
+) -> tuple[Plan, Choice]:
+    """``rows``: of a result that is scattered to."""
+    sizes = {0: rows} if rows else None
+    look = inspection.elsewhere(bound(statement, values, sizes, padded), values)
+    (one,) = look.planned()
+    choice = first_choice(one, look.wishes)
+    plan = oriented(one.plan, one.extents, choice[0].swap)
+    assert legal.broken(plan, one.extents, choice) == "", choice
+    return plan, choice
+
+
+def table(rows: int, steps: int = 27) -> Tensor:
+    """Each row has a third of the steps."""
+    drawn = torch.randint(0, rows, (steps, rows), dtype=torch.int32)
+    absent = (torch.arange(rows) // 100 + torch.arange(steps)[:, None]) % 3 > 0
+    return insum.unchanging(drawn.masked_fill(absent, -1))
+
+
+def convolution(statement: str, rows: int, width: int, dtype: torch.dtype) -> tuple[Plan, Choice]:
+    values: dict[str, Any] = {"f": torch.empty(rows, width, dtype=dtype), "t": table(rows)}
+    if statement == FORWARD:
+        values["w"] = torch.empty(27, width, width, dtype=dtype)
+    else:
+        values["g"] = torch.empty(rows, width, dtype=dtype)
+    return guessed(statement, ("t",), **values)
+
+
+@pytest.mark.parametrize("width", [16, 24, 32])
+def test_narrow_rows_have_one_config_whatever_their_number(width: int) -> None:
+    few, many = (convolution(FORWARD, rows, width, torch.float16) for rows in (5000, 60_000))
+    assert few[1] == many[1] and few[1][0].m == 64
+    assert few[0].segment is not None and few[1][0].k == 16 * -(-width // 16)
+
+
+def test_of_few_wide_rows_the_sum_is_not_cut_in_half_precision() -> None:
+    """Pieces would add more to the result than they read; of 32-bit numbers they read more."""
+    assert convolution(GRADIENT, 1500, 256, torch.float16)[0].segment is None
+    assert convolution(GRADIENT, 20_000, 256, torch.float16)[0].segment is not None
+    assert convolution(GRADIENT, 1500, 256, torch.float32)[0].segment is not None
+
+
+def test_what_is_shared_by_all_steps_is_read_once_for_many() -> None:
+    values = {"f": torch.empty(5000, 96), "t": table(5000), "g": torch.empty(5000, 96)}
+    _, (config,) = guessed("w[z,c] = f[t[z,x],c] * g[x,c]", ("t",), **values)
+    assert config.m == 16 and config.n == 32
+
+
+def entries(rows: int, each: int) -> dict[str, Tensor]:
+    ends = torch.arange(rows).repeat_interleave(each)
+    return {"r": insum.unchanging(ends), "c": insum.unchanging(ends.flip(0).contiguous())}
+
+
+@pytest.mark.parametrize(("width", "k"), [(3, 16), (8, 16), (16, 8), (32, 8)])
+def test_all_entries_of_narrow_rows_are_read_at_once(width: int, k: int) -> None:
+    for rows in (500, 30_000):
+        values = {**entries(rows, 10), "v": torch.empty(10 * rows), "b": torch.empty(rows, width)}
+        _, (short, long) = guessed(SPMM, rows=rows, **values)
+        assert (short.k, short.warps) == (k, 1) and long.k >= 32
+
+
+def test_rows_of_few_entries_are_read_a_few_at_a_time() -> None:
+    values = {**entries(30_000, 2), "v": torch.empty(60_000), "b": torch.empty(30_000, 8)}
+    assert guessed(SPMM, rows=30_000, **values)[1][0].k < 8
+
+
+@pytest.mark.parametrize("width", [1, 2, 5, 7, 12, 16, 20, 31, 32, 33, 64])
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "y[r[p],n] = sigmoid(a[r[p],n] + b[c[p],n]) * b[c[p],n]",
+        "y[r[p],n] = a[c[p],n] * b[c[p],n] * a[p,n]",
+        "y[r[p],n] max= b[c[p],n]",
+        "y[r[p]] = a[r[p],n] * b[c[p],n]",
+    ],
+)
+def test_guesses_are_legal(statement: str, width: int) -> None:
+    values: dict[str, Any] = {**entries(6000, 6), "b": torch.empty(6000, width)}
+    if "a[" in statement:
+        values["a"] = torch.empty(36_000, width)
+    guessed(statement, rows=6000, **values)
