@@ -315,6 +315,40 @@ def test_matrices_of_entries(name: str, target: str) -> None:
         assert one.launch.plan.strategy == "atomic" and loads(one)["W"] == {16}
 
 
+#: Statements over narrow gathered rows.
+NARROW = {
+    "convolution": ("o[x,m] = f[t[z,x],c] * w[z,c,m]", {"f": (5000, 16), "w": (27, 16, 32)}, 0),
+    "gradient": ("w[z,c,m] = f[t[z,x],c] * g[x,m]", {"f": (5000, 32), "g": (5000, 16)}, 0),
+    "by channel": ("w[z,c] = f[t[z,x],c] * g[x,c]", {"f": (5000, 96), "g": (5000, 96)}, 0),
+    "sums": ("y[r[p],n] = v[p] * f[c[p],n]", {"v": (50_000,), "f": (5000, 8)}, 5000),
+    "products": (
+        "y[r[p],n] = v[p,n] * f[c[p],n] * g[c[p],n]",
+        {"v": (50_000, 32), "f": (5000, 32), "g": (5000, 32)},
+        5000,
+    ),
+    "samples": ("y[p] = f[r[p],n] * g[c[p],n]", {"f": (5000, 200), "g": (5000, 200)}, 0),
+}
+
+
+@pytest.mark.parametrize("target", compiling.TARGETS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", NARROW)
+def test_narrow_rows(name: str, dtype: torch.dtype, target: str) -> None:
+    """Many loads of a warp at once fit the registers."""
+    statement, shapes, rows = NARROW[name]
+    values: dict[str, Any] = {n: torch.empty(s, dtype=dtype) for n, s in shapes.items()}
+    absent = (torch.arange(5000) // 100 + torch.arange(27)[:, None]) % 3 > 0
+    indices = {
+        "t": torch.arange(5000, dtype=torch.int32).expand(27, 5000).masked_fill(absent, -1),
+        "r": torch.arange(5000).repeat_interleave(10),
+        "c": torch.arange(5000).repeat(10),
+    }
+    values |= {n: insum.unchanging(i) for n, i in indices.items() if f"{n}[" in statement}
+    problem = bound(statement, values, {0: rows} if rows else None, ("t",) if "t" in values else ())
+    for one in launches(inspection.elsewhere(problem, values, architecture=target)):
+        assert spilled(compile_one(one, target)) == 0, one.launch.config
+
+
 #: A convolution as its statements are run: copies, the product, and both gradients.
 WINDOWS = {
     "a copy": ("z[b,u,c] = x[b,c,u]", {"x": (8, 256, 2050)}, {}),

@@ -60,9 +60,9 @@ FEWER_ENTRIES, CUT_FEWER = 100_000, 16
 #: Below so many, the device is nowhere near full, and waiting for one gather after the other is all
 #: there is.
 TINY_ENTRIES = 2**15
-#: Columns up to which rows are narrow, entries from which on they are not short, and loads of one
-#: warp for such rows.
-NARROW_ROW, SHORT_ROW, NARROW_LOADS = 32, 4, 2048
+#: Columns up to which rows are narrow, entries from which on they are not short, and bytes that one
+#: warp reads of such rows at once.
+NARROW_ROW, SHORT_ROW, NARROW_BYTES = 32, 4, 4096
 #: Threads of a tile that sum each its own, and how many outputs they take: as many halves as the
 #: widest load has.
 OWN_THREADS, OWN_SUMS = 128, 8
@@ -439,8 +439,8 @@ def _for_narrow_rows(plan: Plan, n: int, *, idle: bool) -> Config:
     """
     k, read = 16 if n <= 8 else 8, (a for f in plan.factors for a in accesses(f, nested=False))
     gathered = sum(bool(a.indices) and a.indices[-1].var in plan.roles.n for a in read)
-    loads = NARROW_LOADS // power_of_two(max(1, gathered)) // (2 if idle else 1)
-    return Config(m=max(1, min(32, loads // (n * k))), n=n, k=k, warps=1, stages=1)
+    row = n * k * row_bytes(plan) * power_of_two(max(1, gathered)) * (2 if idle else 1)
+    return Config(m=max(1, min(32, NARROW_BYTES // row)), n=n, k=k, warps=1, stages=1)
 
 
 def row_bytes(plan: Plan) -> int:
