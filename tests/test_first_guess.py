@@ -13,6 +13,7 @@ from insum.plan import legal
 from insum.plan.config import Choice
 from insum.plan.orientation import oriented
 from insum.plan.plan import Plan
+from insum.plan.sizes import general
 from insum.runtime import inspection
 from insum.runtime.build import first_choice
 from kernels import bound
@@ -103,3 +104,25 @@ def test_guesses_are_legal(statement: str, width: int) -> None:
     if "a[" in statement:
         values["a"] = torch.empty(36_000, width)
     guessed(statement, rows=6000, **values)
+
+
+@pytest.mark.parametrize("rows", [18_000, 25_000, 30_000])
+@pytest.mark.parametrize("width", [72, 128, 256])
+@pytest.mark.parametrize("inner", [32, 64, 96])
+def test_guesses_are_legal_in_tf32(rows: int, width: int, inner: int) -> None:
+    was = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        w = torch.empty(9, inner, width)
+        guessed(FORWARD, ("t",), f=torch.empty(rows, inner), t=table(rows, 9), w=w)
+    finally:
+        torch.set_float32_matmul_precision(was)
+
+
+def test_no_buffers_where_nothing_bounds_the_result() -> None:
+    values = {"a": torch.empty(100, 3, 50), "s": torch.zeros(4000, dtype=torch.long)}
+    look = inspection.elsewhere(bound("y[j] max= a[s[i],k,j]", values), values)
+    (one,) = look.planned()
+    assert one.buffers > 1000
+    (of_all,) = look.programs.plan(general(look.sizes), look.wishes, look.answers)
+    assert of_all.buffers < 10

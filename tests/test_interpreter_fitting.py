@@ -29,7 +29,6 @@ CONVOLUTION = "out[x,m] = f[nb[z,x],c] * w[z,c,m]"
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Copies pay as if everything were larger; memory that nobody wrote to holds NaN."""
     monkeypatch.setattr(copying, "LEAST_POINTS", 1)
-    monkeypatch.setattr(copying, "LEAST_WIDE", 1)
     monkeypatch.setattr(fitting, "LEAST_READS", 0)
     monkeypatch.setattr(fitting, "LEAST_TURNED", 0)
     monkeypatch.setattr(aligning, "LEAST_GATHERS", 2**31)

@@ -157,7 +157,7 @@ def test_long_lists_of_few_tiles_are_cut(steps: int, dtype: torch.dtype) -> None
 
 def test_pieces_of_lists_read_copies_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights whose rows lie across the sum are copied; what comes back is the same every time."""
-    monkeypatch.setattr("insum.plan.copying.LEAST_WIDE", 2**20)
+    monkeypatch.setattr("insum.plan.copying.LEAST_POINTS", 2**20)
     nb, x = table(steps=27), torch.randn(ROWS, 40)
     values = {"In": x, "Nb": nb, "W": torch.randn(27, 40, 24)}
     program = lookup(request_of(BY_STEP, None, None, ("Nb",)).bind(values), values)

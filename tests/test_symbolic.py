@@ -107,6 +107,21 @@ def test_a_reduction_may_grow_past_one_tile() -> None:
 
 
 @pytest.mark.interpreter
+def test_pieces_of_a_maximum_have_a_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("insum.plan.draft.BUFFER_SHARE", 1)
+    statement = "y[i,j] max= a[s[k],i] * b[s[k],j]"
+    values = {
+        "a": torch.randn(10, 40),
+        "b": torch.randn(10, 60),
+        "s": torch.randint(0, 10, (5000,), dtype=torch.int32),
+    }
+    program = symbolic.program_of(bound(statement, values), values)
+    assert program.steps[0].workspace
+    got = symbolic.run(program, bound(statement, values), values, plainly)
+    pairs = values["a"][:, :, None] * values["b"][:, None]
+    torch.testing.assert_close(got, pairs[values["s"].unique().long()].amax(0))
+
+
 def test_half_precision_is_rounded_once_and_several_products_meet() -> None:
     application = made("SpMM", 5, torch.float16)
     program = programmed(application)

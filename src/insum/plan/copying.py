@@ -12,9 +12,8 @@ from insum.plan.draft import Planned
 from insum.plan.plan import Plan
 from insum.plan.sizes import Strides
 
-#: Points of a product that is worth one launch more; and of 32-bit numbers, for what lies across
-#: the sum takes several times as long.
-LEAST_POINTS, LEAST_WIDE = 2**27, 2**25
+#: Points of a product that is worth one launch more.
+LEAST_POINTS = 2**27
 HALF = ("float16", "bfloat16")
 
 
@@ -22,7 +21,7 @@ def is_large_dot(planned: Planned) -> bool:
     """Whether a plan is a matrix product with points enough for a copy."""
     if not planned.plan.roles.dot or planned.sizes.general:
         return False
-    return points(planned) >= (LEAST_POINTS if planned.plan.operand in HALF else LEAST_WIDE)
+    return points(planned) >= LEAST_POINTS
 
 
 def lies_along_sum(plan: Plan, read: Access) -> bool:

@@ -46,7 +46,7 @@ _ACCUMULATOR = {
     "float32": "float32",
     "float64": "float64",
 }
-#: A float32 buffer is small where what is read is at least this many times its size.
+#: A buffer is small where what is read is at least this many times its size.
 BUFFER_SHARE = 8
 #: What buffers for the result may take, whatever is read: no more than libraries of dense products
 #: have for themselves.
@@ -92,7 +92,7 @@ class Planned:
     #: ... or unless a dimension has just as many places as a pattern writes.
     written: tuple[int, int] | None = None
     multiples: Mapping[str, int] = field(default_factory=dict)  # of variables of our own
-    buffers: int = 0  # float32 buffers for the result that are little (`Subject.small_buffers`)
+    buffers: int = 0  # buffers for the result that are little (`Subject.small_buffers`)
     longest: int = 0  # entries of a row, a power of two; 0 where nothing is known of them
     entries: int = 0
 
@@ -236,19 +236,26 @@ class Subject:
     # --- memory ---
 
     def small_buffers(self) -> int:
-        """How many float32 buffers for the result are little beside the tensors that are read, or
-        altogether.
+        """How many buffers for the result are little beside the tensors that are read, or
+        altogether, where it need not be rounded from them by one launch more.
         """
-        one = max(1, 4 * math.prod(self.sizes.shape))
-        beside = self.bytes_read() // (BUFFER_SHARE * one)
-        return max(beside, SMALL_BYTES // one) if self.bounds_result() else beside
+        altogether = SMALL_BYTES // self.buffer_bytes() if self.bounds_result() else 0
+        return max(self.buffers_beside(), altogether if self.problem.dtype.itemsize > 2 else 0)
+
+    def buffers_beside(self) -> int:
+        """How many of them are little beside the tensors that are read."""
+        return self.bytes_read() // (BUFFER_SHARE * self.buffer_bytes())
+
+    def buffer_bytes(self) -> int:
+        held = 8 if "64" in accumulator_of(self.problem) else 4
+        return max(1, held * math.prod(self.sizes.shape))
 
     def bounds_result(self) -> bool:
         """Whether the class of sizes bounds that of the result: it is told by extents, none of
         which is open.
         """
-        walked = self.sizes.walked.get(OUT, ())
-        return all(
+        walked = self.sizes.walked.get(OUT)
+        return walked is not None and all(
             dim is not None and not any(self.sizes.extents[v].open for v in dim) for dim in walked
         )
 

@@ -318,9 +318,10 @@ def _for_rows_along_m(plan: Plan, extents: Mapping[str, int], n: int) -> Config 
     if n == HIGH and many and (inner >= HIGH or size == 4):
         return Config(LARGE_SIDE, n, HIGH, warps=8, stages=2 if inner <= HIGH or size == 4 else 3)
     lasting = ENOUGH_PROGRAMS // 2 <= programs < ENOUGH_PROGRAMS * 5 // 4
-    if n >= LARGE_SIDE and lasting and (many or size == 4 and n == LARGE_SIDE):
+    k, joined = 128 // size, inner_extent(plan, extents)
+    if n >= LARGE_SIDE and lasting and (many or size == 4 and n == LARGE_SIDE) and k % joined == 0:
         # the longest list decides: one program on a multiprocessor, which shares with nobody
-        return Config(LARGE_SIDE, LARGE_SIDE, 128 // size, warps=8, stages=4)
+        return Config(LARGE_SIDE, LARGE_SIDE, k, warps=8, stages=4)
     return None
 
 

@@ -149,7 +149,7 @@ def _together(product: ProductBuild, pieces: int) -> Launch:
 
 def _pieces(product: ProductBuild, config: Config) -> tuple[int, bool]:
     """Into how many pieces a long reduction is cut, and whether each has a buffer of its own:
-    all of them are to be little beside what is read, or altogether where lists of steps are cut.
+    all of them are to be little beside what is read, or altogether.
     Sums whose order may differ need one, they meet in atomics.
     """
     plan, wishes, buffers = product.plan, product.wishes, product.planned.buffers

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from insum.lang.expr import Access, Affine, Var, accesses, index_of, variables
-from insum.plan.draft import Draft, Subject, roles_of
+from insum.plan.draft import SMALL_BYTES, Draft, Subject, roles_of
 from insum.plan.questions import AskSummary
 from insum.plan.recipes import (
     Inverse,
@@ -36,8 +36,9 @@ TILE = 128
 LEAST_ROWS, LEAST_STEPS = 1024, 4
 #: Numbers of a gathered row from which on its steps are better walked than flattened with it.
 LEAST_CHANNELS = 16
-#: Pieces that the tiles of all steps are about.
-PIECES = 512
+#: Pieces that the tiles of all steps are about; and numbers of a matrix in half precision up to
+#: which one program sums all rows as soon as pieces are rounded.
+PIECES, LEAST_ADDED = 512, 512
 #: Steps of tables that are worth an order where a tile could hold many of them anyhow: rows of more
 #: are sorted by several words, for longer than it saves.
 MOST_JOINED = 124
@@ -55,12 +56,7 @@ def packed(subject: Subject, draft: Draft) -> tuple[Draft, bool]:
     if found is not None:
         trial = _to_tiles(subject, draft, *found)
         return (draft if trial is None else trial), False
-    meeting = (
-        not (subject.wishes.deterministic or subject.wishes.accumulate)
-        and len(roles.k) == 1
-        and subject.small_buffers()
-    )
-    if not meeting:
+    if subject.wishes.deterministic or subject.wishes.accumulate or len(roles.k) > 1:
         return draft, False
     flattened = [
         v
@@ -69,22 +65,26 @@ def packed(subject: Subject, draft: Draft) -> tuple[Draft, bool]:
         for v in axis[:-1]
     ]
     found = _table(subject, draft, list(roles.k), (*roles.grid, *flattened), kept=False)
-    if found is None or not _reads_more(subject, draft, roles, *found[1:]):
+    if found is None or not _pays_pieces(subject, draft, roles, *found[1:]):
         return draft, False
     trial = _to_pieces(subject, draft, *found)
     return (draft, False) if trial is None else (trial, True)
 
 
-def _reads_more(subject: Subject, draft: Draft, roles: Contraction, x: str, z: str) -> bool:
-    """Whether pieces read clearly more than they add to the result: where rows are few and wide,
-    adding takes longer than a sum over all of them in half precision does.
+def _pays_pieces(subject: Subject, draft: Draft, roles: Contraction, x: str, z: str) -> bool:
+    """Whether a buffer for the result is little, and pieces read clearly more than they add to it:
+    where rows are few and wide, adding takes longer than a sum over all of them in half precision
+    does. Classes that bound no rows have those with few.
     """
-    kinds = subject.problem.kinds
-    read = {a.tensor for f in draft.factors for a in accesses(f, nested=False)} & {*kinds}
-    itemsize = max(kinds[tensor].dtype.itemsize for tensor in read)
+    if subject.small_buffers():
+        return True
+    size = subject.problem.dtype.itemsize
+    small = subject.bounds_result() and subject.buffer_bytes() <= SMALL_BYTES
+    if not small or subject.sizes.extents[x].open:
+        return False
     high, wide = (draft.extents[axis[-1]] for axis in (roles.m, roles.n))
-    gathered = draft.extents[x] * draft.extents[z] * (high + wide) * itemsize
-    return itemsize > 2 or gathered >= 1.5 * PIECES * high * wide * 4
+    gathered = draft.extents[x] * draft.extents[z] * (high + wide) * size
+    return high * wide > LEAST_ADDED and gathered >= 1.5 * PIECES * high * wide * 4
 
 
 def _table(
