@@ -349,6 +349,24 @@ def test_narrow_rows(name: str, dtype: torch.dtype, target: str) -> None:
         assert spilled(compile_one(one, target)) == 0, one.launch.config
 
 
+@pytest.mark.parametrize("channels", [(256, 256), (128, 512), (96, 384)])
+def test_wide_products_that_meet_in_atomics_fit_shared_memory(channels: tuple[int, int]) -> None:
+    """Of TF32, with a table that nobody has looked at: tiles are put together before they meet."""
+    (inner, wide), rows = channels, 20_000
+    values = {"g": torch.empty(rows, inner), "w": torch.empty(27, wide, inner)}
+    values["t"] = torch.zeros(27, rows, dtype=torch.int32)
+    was = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        problem = bound("y[t[z,x],c] = g[x,m] * w[z,c,m]", values, {0: rows}, ("t",))
+        look = inspection.elsewhere(problem, values)
+        *_, one = launches(look)
+        assert one.launch.plan.strategy == "atomic"
+        assert compile_one(one, "sm_90").shared <= MOST_SHARED["sm_90"], one.launch.config
+    finally:
+        torch.set_float32_matmul_precision(was)
+
+
 #: A convolution as its statements are run: copies, the product, and both gradients.
 WINDOWS = {
     "a copy": ("z[b,u,c] = x[b,c,u]", {"x": (8, 256, 2050)}, {}),

@@ -62,7 +62,7 @@ FEWER_ENTRIES, CUT_FEWER = 100_000, 16
 TINY_ENTRIES = 2**15
 #: Columns up to which rows are narrow, entries from which on they are not short, and bytes that one
 #: warp reads of such rows at once.
-NARROW_ROW, SHORT_ROW, NARROW_BYTES = 32, 4, 4096
+NARROW_ROW, SHORT_ROW, NARROW_BYTES = 32, 6, 4096
 #: Threads of a tile that sum each its own, and how many outputs they take: as many halves as the
 #: widest load has.
 OWN_THREADS, OWN_SUMS = 128, 8
@@ -332,8 +332,9 @@ def _for_wide_numbers(plan: Plan, extents: Mapping[str, int]) -> Config | None:
     m_all, n_all = (power_of_two(extent(a, extents)) for a in (plan.roles.m, plan.roles.n))
     if min(m_all, n_all) < LARGE_SIDE or plan.onehot >= 0 or plan.pointwise:
         return None
-    once = plan.precision == "tf32"  # else three products of parts, which take registers, too
-    for n in (2 * LARGE_SIDE, LARGE_SIDE) if once and n_all > LARGE_SIDE else (LARGE_SIDE,):
+    # Three products of parts take registers, too; and atomics, sums in shared memory.
+    widest = plan.precision == "tf32" and plan.strategy != "atomic" and n_all > LARGE_SIDE
+    for n in (2 * LARGE_SIDE, LARGE_SIDE) if widest else (LARGE_SIDE,):
         if _programs(plan, extents, LARGE_SIDE, n) >= ENOUGH_PROGRAMS:
             k = k_tile(plan, extents, 4)
             return Config(m=LARGE_SIDE, n=n, k=k, warps=8, stages=3)
@@ -415,10 +416,12 @@ def _for_rows(plan: Plan, extents: Mapping[str, int], *, long: bool) -> Config:
     if n == 1:  # a thread for each row
         return Config(m=64, n=1, k=1, warps=2, stages=1)
     if _are_narrow(plan, extents, n):
-        return _for_narrow_rows(plan, n, idle=columns % n > 0)
+        return _for_narrow_rows(plan, n)
     m = max(1, min(64, 512 // n))
     if narrow:
         return Config(m=m, n=n, k=4, warps=1, stages=1)
+    if columns % n and wide and n <= 32:  # few threads of a row have something to read
+        return Config(m=max(1, m // 2), n=n, k=4, warps=1, stages=1)
     # where rows end inside of tiles, one warp waits for fewer threads that read nothing
     idle = columns % n > 0 and (n == 64 and not wide or n > 128)
     return Config(m=m, n=n, k=2, warps=1 if idle else 2, stages=1)
@@ -434,13 +437,13 @@ def _are_narrow(plan: Plan, extents: Mapping[str, int], n: int) -> bool:
     return n <= NARROW_ROW and filled and len(plan.roles.m) == 1 and entries >= SHORT_ROW * rows
 
 
-def _for_narrow_rows(plan: Plan, n: int, *, idle: bool) -> Config:
+def _for_narrow_rows(plan: Plan, n: int) -> Config:
     """All entries of a short row at once, of as many rows as leave each thread of one warp some
-    dozens of loads. ``idle``: few threads of a row have something to read.
+    dozens of loads.
     """
     k, read = 16 if n <= 8 else 8, (a for f in plan.factors for a in accesses(f, nested=False))
     gathered = sum(bool(a.indices) and a.indices[-1].var in plan.roles.n for a in read)
-    row = n * k * row_bytes(plan) * power_of_two(max(1, gathered)) * (2 if idle else 1)
+    row = n * k * row_bytes(plan) * power_of_two(max(1, gathered))
     return Config(m=max(1, min(32, NARROW_BYTES // row)), n=n, k=k, warps=1, stages=1)
 
 
