@@ -349,12 +349,12 @@ def test_narrow_rows(name: str, dtype: torch.dtype, target: str) -> None:
         assert spilled(compile_one(one, target)) == 0, one.launch.config
 
 
-@pytest.mark.parametrize("channels", [(256, 256), (128, 512), (96, 384)])
-def test_wide_products_that_meet_in_atomics_fit_shared_memory(channels: tuple[int, int]) -> None:
+@pytest.mark.parametrize("shape", [(8, 32, 32), (8, 32, 64), (27, 16, 32), (27, 256, 256)])
+def test_wide_products_that_meet_in_atomics_fit_shared_memory(shape: tuple[int, int, int]) -> None:
     """Of TF32, with a table that nobody has looked at: tiles are put together before they meet."""
-    (inner, wide), rows = channels, 20_000
-    values = {"g": torch.empty(rows, inner), "w": torch.empty(27, wide, inner)}
-    values["t"] = torch.zeros(27, rows, dtype=torch.int32)
+    rows = 90_000
+    values = {"g": torch.empty(rows, shape[-1]), "w": torch.empty(shape)}
+    values["t"] = torch.zeros(shape[0], rows, dtype=torch.int32)
     was = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
