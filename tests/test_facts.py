@@ -19,7 +19,7 @@ import insum
 from insum import facts as facts_module
 from insum import memory
 from insum.facts import constant, declare, facts_of, known, segment_pointers
-from insum.plan import first_guess, tiling
+from insum.plan import guess_rows, tiling
 from insum.plan.sizes import power_of_two
 from insum.plan.tiling import SHORT
 from insum.runtime.prologue import rows as row_recipes
@@ -348,7 +348,7 @@ def test_schedules_are_narrow_where_they_can_be() -> None:
 
 
 def test_short_is_what_the_kernels_think_it_is() -> None:
-    assert SHORT <= first_guess.LEAVE_WHOLE <= first_guess.SPLIT_AT
+    assert SHORT <= guess_rows.LEAVE_WHOLE <= guess_rows.SPLIT_AT
     assert row_recipes.SHORT is tiling.SHORT
 
 

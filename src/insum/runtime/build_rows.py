@@ -26,7 +26,7 @@ from insum.codegen.arguments import (
 from insum.codegen.cut_rows import beside_rows
 from insum.codegen.emit import Shape, Written, emit, emit_joined
 from insum.lang.expr import Access, index_of
-from insum.plan import first_guess, tiling
+from insum.plan import first_guess, guess_rows, tiling
 from insum.plan.config import Config
 from insum.plan.plan import Plan, Segment
 from insum.plan.recipes import (
@@ -193,7 +193,7 @@ def _sum_of_pieces(product: ProductBuild, plan: Plan, warps: int) -> Written:
     )
     # a row for each warp, for most have few pieces; a single one beside rows of half precision,
     # which take fewer registers: a launch takes for all of it what the larger part does
-    m = warps if first_guess.row_bytes(product.plan) >= 4 else 1
+    m = warps if guess_rows.row_bytes(product.plan) >= 4 else 1
     config = replace(first_guess.first_guess(plan, product.extents), m=m, k=8, warps=warps)
     return plan, config, Shape(even_n=product.multiple(n) % config.n == 0, units=product.units())
 

@@ -1,0 +1,195 @@
+"""The first guess for matrix products: tiles that matrix instructions can use, with as many buffers
+and warps as what they gather has to wait for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from insum.plan.config import Config
+from insum.plan.plan import Plan
+from insum.plan.roles import FLATTEN_UP_TO
+from insum.plan.sizes import power_of_two
+from insum.plan.tiling import (
+    BYTES,
+    ENOUGH_PROGRAMS,
+    HIGH,
+    LARGE_SIDE,
+    dividing,
+    extent,
+    gathers_along,
+    gathers_places,
+    held,
+    inner_extent,
+    is_dense,
+    is_large,
+    k_tile,
+    least_n,
+    walks_entries,
+    walks_matrices,
+)
+
+#: Shared memory for the operands of one program.
+PIPELINE_BYTES = 72 * 1024
+
+
+def for_product(plan: Plan, extents: Mapping[str, int], *, along_sum: bool) -> Config:
+    """``along_sum``: both factors of a product of 32-bit numbers are read along the sum."""
+    found = _for_gathered_rows(plan, extents)
+    if found is None and along_sum:
+        found = _for_wide_numbers(plan, extents)
+    return found or _for_dot(plan, extents, along_sum=along_sum)
+
+
+def _for_dot(plan: Plan, extents: Mapping[str, int], *, along_sum: bool) -> Config:
+    size = BYTES.get(plan.operand, 4)
+    m_all, n_all = (power_of_two(extent(a, extents)) for a in (plan.roles.m, plan.roles.n))
+    cap = 128 if size == 2 else 64
+    # TF32 multiplies each number once, as half precision does, and takes as deep steps
+    k = k_tile(plan, extents, 2 if plan.precision == "tf32" else size)
+    m, n = max(16, min(m_all, cap)), max(least_n(plan) if k <= 32 else 16, min(n_all, cap))
+    if n <= 32 and m_all >= 256 and size == 2 and not _fills_deep_tile(plan, extents, k):
+        m = 256
+    if m == HIGH and k <= 32 and n_all >= 256 and size == 2 and walks_matrices(plan):
+        n = 256  # of a shallow tile that is no wider than high, less is read than multiplied
+    across = plan.precision == "tf32" and not along_sum and len(plan.roles.m) == 1
+    in_registers = across or plan.precision == "tf32x3" and (k <= 32 or not along_sum)
+    if size == 4 and (n <= 16 or plan.onehot < 0 and in_registers and not plan.pointwise):
+        m = max(16, min(m_all, 128))  # what is brought to registers first is used for more
+    m, n = held(plan, extents, m, n)
+    if gathers_places(plan) and plan.onehot < 0:  # whose addresses take registers, too
+        return Config(m=min(m, LARGE_SIDE), n=n, k=min(k, 32), warps=4, stages=3)
+    if (m, n) == (LARGE_SIDE, LARGE_SIDE) and is_large(plan, extents):
+        return Config(m=m, n=2 * n, k=k, warps=8, stages=3)
+    if plan.roles.loops and (m, n) == (LARGE_SIDE, LARGE_SIDE) and is_dense(plan):
+        # places in flattened axes, and bounds, take registers
+        several = plan.bounds or len(plan.roles.m) > 1 or len(plan.roles.n) > 1
+        return Config(m=m, n=n, k=k, warps=8 if several else 4, stages=3)
+    if size == 2 and plan.index_tensors and not plan.segment and plan.onehot < 0:
+        few = _for_few_tiles(plan, extents, m, n)
+        if few is not None:
+            return few
+    warps = 8 if m * n >= 128 * 256 else 4
+    if plan.segment and walks_entries(plan) and m >= LARGE_SIDE and size == 2:
+        at_once = _programs(plan, extents, m, n) < ENOUGH_PROGRAMS
+        if at_once and (n >= LARGE_SIDE or not walks_matrices(plan)):
+            return _for_few_segments(plan, extents, m, n, k)
+        if n >= LARGE_SIDE:
+            return _for_large_entries(plan, extents, m, n, k)
+    # As many buffers as leave room for three programs on a multiprocessor: their waits overlap
+    # better than deeper pipelines do.
+    most = 2 if n <= 32 < k and walks_matrices(plan) else 3  # narrow and deep: more programs
+    stages = max(2, min(most, PIPELINE_BYTES // ((m + n) * k * size)))
+    return Config(m=m, n=n, k=k, warps=warps, stages=stages)
+
+
+def _for_gathered_rows(plan: Plan, extents: Mapping[str, int]) -> Config | None:
+    """Entries that gather a row for each place along M, or sum them along K: the narrower the rows,
+    the more a step is all waiting, and the more programs have to wait at once. None where sums are
+    exact, of several parts, and where tiles as of any other product do.
+    """
+    size = BYTES.get(plan.operand, 4)
+    m, n = (power_of_two(extent(axis, extents)) for axis in (plan.roles.m, plan.roles.n))
+    exact = size == 4 and plan.precision != "tf32"
+    if exact or plan.pointwise or plan.onehot >= 0 or held(plan, extents, m, n) != (m, n):
+        return None
+    if gathers_along(plan, plan.roles.k):
+        small = max(m, n) <= 32 <= extents[plan.roles.k[-1]]
+        return Config(max(16, m), max(16, n), 256 // size, warps=1, stages=3) if small else None
+    return _for_rows_along_m(plan, extents, n) if gathers_along(plan, plan.roles.m) else None
+
+
+def _for_rows_along_m(plan: Plan, extents: Mapping[str, int], n: int) -> Config | None:
+    size, inner = BYTES.get(plan.operand, 4), extents[plan.roles.k[-1]]
+    programs = _programs(plan, extents, LARGE_SIDE, min(n, LARGE_SIDE))
+    many = programs >= ENOUGH_PROGRAMS
+    if n <= 32 or n <= HIGH and inner <= 32:
+        deep = inner > 128 // size and (size == 4 or not many)  # long strides are better
+        if deep or size == 4 and inner != power_of_two(inner):
+            return None
+        k = max(16, min(power_of_two(inner), 128 // size))
+        n = max(n, least_n(plan) if k <= 32 else 16)
+        return Config(HIGH, n, k, warps=4, stages=3 if (HIGH + n) * k * size < 8192 else 2)
+    if n == HIGH and many and (inner >= HIGH or size == 4):
+        return Config(LARGE_SIDE, n, HIGH, warps=8, stages=2 if inner <= HIGH or size == 4 else 3)
+    lasting = ENOUGH_PROGRAMS // 2 <= programs < ENOUGH_PROGRAMS * 5 // 4
+    k, joined = 128 // size, inner_extent(plan, extents)
+    if n >= LARGE_SIDE and lasting and (many or size == 4 and n == LARGE_SIDE) and k % joined == 0:
+        # the longest list decides: one program on a multiprocessor, which shares with nobody
+        return Config(LARGE_SIDE, LARGE_SIDE, k, warps=8, stages=4)
+    return None
+
+
+def _for_wide_numbers(plan: Plan, extents: Mapping[str, int]) -> Config | None:
+    """32-bit numbers that matrix instructions read as they lie: gathered rows are used for as many
+    outputs as a tile can have. None where few outputs, or few tiles, leave small ones ahead.
+    """
+    m_all, n_all = (power_of_two(extent(a, extents)) for a in (plan.roles.m, plan.roles.n))
+    if min(m_all, n_all) < LARGE_SIDE or plan.onehot >= 0 or plan.pointwise:
+        return None
+    # Three products of parts take registers, too; and atomics, sums in shared memory.
+    widest = plan.precision == "tf32" and plan.strategy != "atomic" and n_all > LARGE_SIDE
+    for n in (2 * LARGE_SIDE, LARGE_SIDE) if widest else (LARGE_SIDE,):
+        if _programs(plan, extents, LARGE_SIDE, n) >= ENOUGH_PROGRAMS:
+            k = k_tile(plan, extents, 4)
+            return Config(m=LARGE_SIDE, n=n, k=k, warps=8, stages=3)
+    return None
+
+
+def _programs(plan: Plan, extents: Mapping[str, int], m: int, n: int) -> int:
+    """How many tiles there are."""
+    tiles = extent(plan.roles.m, extents) / m, extent(plan.roles.n, extents) / n
+    others = {*plan.roles.grid, *([plan.segment.row] if plan.segment else [])}
+    return math.prod(map(math.ceil, tiles)) * math.prod(extents[v] for v in others)
+
+
+def _for_large_entries(plan: Plan, extents: Mapping[str, int], m: int, n: int, k: int) -> Config:
+    """A tile takes its own few steps, so filling the pipeline counts: more warps have more gathers
+    in flight, or where an entry is read at one place, shallow steps have more buffers.
+    """
+    inner = inner_extent(plan, extents)
+    fits = 32 % inner == 0 or inner != power_of_two(inner)
+    if fits and walks_matrices(plan):
+        return Config(m=m, n=n, k=32, warps=4, stages=4)
+    # rows that are gathered along K are brought to the accumulators of few warps sooner
+    return Config(m=m, n=n, k=k, warps=4 if gathers_along(plan, plan.roles.k) else 8, stages=3)
+
+
+def _for_few_segments(plan: Plan, extents: Mapping[str, int], m: int, n: int, k: int) -> Config:
+    """All tiles run at once, so that the longest decides: half the tile, and longer strides through
+    its steps.
+    """
+    depth = extents[plan.roles.k[-1]]
+    if n >= LARGE_SIDE or depth > FLATTEN_UP_TO or depth == power_of_two(depth):
+        k = _deep(depth, LARGE_SIDE)
+    return Config(m=m // 2, n=n, k=k, warps=4, stages=2 if k > 32 else 4 if n >= LARGE_SIDE else 3)
+
+
+def _for_few_tiles(plan: Plan, extents: Mapping[str, int], m: int, n: int) -> Config | None:
+    """Smaller tiles, where so few would fill the device that the steps of one decide: more of them
+    run at once, and a step waits for less. None where there are enough, or nothing to cut.
+    """
+
+    whole = m, n
+    while _programs(plan, extents, m, n) < ENOUGH_PROGRAMS // 2 and (m > HIGH or n > 32):
+        m, n = (m // 2, n) if m > HIGH else (m, n // 2)
+    if (m, n) == whole or len(plan.roles.k) > 1:
+        return None
+    k = dividing(extents[plan.roles.k[0]], LARGE_SIDE)
+    return Config(
+        m=m, n=n, k=k, warps=4, stages=max(2, min(4, PIPELINE_BYTES // ((m + n) * k * 2)))
+    )
+
+
+def _fills_deep_tile(plan: Plan, extents: Mapping[str, int], k: int) -> bool:
+    """Whether one entry fills a deep tile: then more programs on half the width are better than
+    fewer on the whole.
+    """
+    return k > 32 and inner_extent(plan, extents) == k
+
+
+def _deep(extent: int, most: int) -> int:
+    """The depth of a tile in few long strides: all of what is summed, where it fits."""
+    even = dividing(extent, most)
+    return most if even < HIGH and most // 2 < extent <= most else even

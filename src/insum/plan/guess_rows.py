@@ -1,0 +1,151 @@
+"""The first guess for rows of entries, short and long ones: how many rows a tile has, how many
+entries of each are read at once, and where long rows are cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from insum.lang.expr import accesses
+from insum.plan.config import Config
+from insum.plan.plan import Plan
+from insum.plan.sizes import WIDE_LOAD, power_of_two
+from insum.plan.tiling import BYTES, SHORT, extent
+
+#: Entries at which a long row is cut into pieces (where one thread has a row, and where many have),
+#: and the length up to which rows are left whole.
+SPLIT_ALONE, SPLIT_AT = 16, 128
+LEAVE_WHOLE = 64
+#: Below so many entries rows are left whole, for one launch is all that it is worth.
+MANY_LAUNCHES = 4096
+#: Below so many entries the device is not full of whole rows, and they are cut short.
+FEW_ENTRIES, CUT_FEW = 2**18, 32
+#: And shorter still below so many.
+FEWER_ENTRIES, CUT_FEWER = 100_000, 16
+#: Below so many, the device is nowhere near full, and waiting for one gather after the other is all
+#: there is.
+TINY_ENTRIES = 2**15
+#: Columns up to which rows are narrow, entries from which on they are not short, and bytes that one
+#: warp reads of such rows at once.
+NARROW_ROW, SHORT_ROW, NARROW_BYTES = 32, 6, 4096
+#: Columns in tiles of which the last may be half empty.
+MANY_COLUMNS = 512
+
+
+def split_length(longest: int, entries: int, *, alone: bool = False) -> int:
+    """Entries at which rows are cut; 0: rows stay whole, where they are even or the whole thing is
+    small. ``alone``: a thread walks through a row by itself.
+    """
+    if longest <= SHORT or entries < MANY_LAUNCHES:
+        return 0
+    if entries < FEW_ENTRIES:
+        return CUT_FEWER if entries < FEWER_ENTRIES else CUT_FEW
+    if longest <= LEAVE_WHOLE:
+        return 0
+    return SPLIT_ALONE if alone else SPLIT_AT
+
+
+def for_rows(plan: Plan, extents: Mapping[str, int], *, long: bool) -> Config:
+    """Tiles of several short rows, or of one long piece with many gathers in flight."""
+    columns = extent(plan.roles.n, extents) if plan.roles.n else 1
+    wide = row_bytes(plan) == 4
+    n = _row_tile(columns, wide=wide)
+    narrow = n > 1 and _reads_narrow_rows(plan)
+    if narrow:  # each load fetches little: of rows less at once, and of more of them
+        n = min(n, 64)
+    if long:
+        m = min(max(1, 64 // n), power_of_two(extent(plan.roles.m[1:], extents)))
+        k = max(16, min(64, 2048 // (m * n)))
+        if 1 < n <= 32:  # few lines of memory for each warp at a time
+            k = max(16, min(128 if n <= 8 else 64, 4096 // (m * n * row_bytes(plan))))
+        return Config(m=m, n=n, k=k, warps=1 if m * n <= 128 else 2, stages=1)
+    if n == 1:  # a thread for each row
+        return Config(m=64, n=1, k=1, warps=2, stages=1)
+    if _are_narrow(plan, extents, n):
+        return _for_narrow_rows(plan, n)
+    m = max(1, min(64, 512 // n))
+    if narrow:
+        return Config(m=m, n=n, k=4, warps=1, stages=1)
+    if columns % n and wide and n <= 32:  # few threads of a row have something to read
+        return Config(m=max(1, m // 2), n=n, k=4, warps=1, stages=1)
+    # where rows end inside of tiles, one warp waits for fewer threads that read nothing
+    idle = columns % n > 0 and (n == 64 and not wide or n > 128)
+    return Config(m=m, n=n, k=2, warps=1 if idle else 2, stages=1)
+
+
+def _are_narrow(plan: Plan, extents: Mapping[str, int], n: int) -> bool:
+    """Whether rows of few columns, which fill their tile, have entries enough to be read many at a
+    time.
+    """
+    assert plan.segment is not None
+    entries, rows = extents[plan.segment.var], max(1, extents[plan.segment.row])
+    filled = n <= 8 or extent(plan.roles.n, extents) % n == 0
+    return n <= NARROW_ROW and filled and len(plan.roles.m) == 1 and entries >= SHORT_ROW * rows
+
+
+def _for_narrow_rows(plan: Plan, n: int) -> Config:
+    """All entries of a short row at once, of as many rows as leave each thread of one warp some
+    dozens of loads.
+    """
+    k, read = 16 if n <= 8 else 8, (a for f in plan.factors for a in accesses(f, nested=False))
+    gathered = sum(bool(a.indices) and a.indices[-1].var in plan.roles.n for a in read)
+    row = n * k * row_bytes(plan) * power_of_two(max(1, gathered))
+    return Config(m=max(1, min(32, NARROW_BYTES // row)), n=n, k=k, warps=1, stages=1)
+
+
+def row_bytes(plan: Plan) -> int:
+    """Bytes of the numbers that rows of columns are read in."""
+    kinds = dict(plan.kinds)
+    read = [
+        BYTES.get(kinds[a.tensor], WIDE_LOAD)
+        for f in plan.factors
+        for a in accesses(f)
+        if a.indices and a.indices[-1].var in plan.roles.n and a.tensor in kinds
+    ]
+    return max(read, default=4)
+
+
+def _reads_narrow_rows(plan: Plan) -> bool:
+    """Whether rows begin where no widest load may."""
+    kinds, strides = dict(plan.kinds), dict(plan.strides)
+    rows = (
+        (a.tensor, strides[a.tensor].units)
+        for f in plan.factors
+        for a in accesses(f)
+        if len(a.indices) > 1 and a.indices[-1].var in plan.roles.n and a.tensor in strides
+    )
+    return any(
+        -WIDE_LOAD < unit * BYTES.get(kinds[name], WIDE_LOAD) < 0
+        for name, units in rows
+        for unit in units[:-1]
+    )
+
+
+def _row_tile(columns: int, *, wide: bool) -> int:
+    """Columns of a tile of gathered rows: a wide tile has few rows in flight, and one that columns
+    do not fill wastes threads. Rows of float32 that end inside of any tile are read whole.
+    """
+    n = min(128, power_of_two(columns))
+    if n < 128 or columns % 128 == 0 or not 128 < columns < MANY_COLUMNS:
+        return n
+    return 256 if wide and columns % 32 and columns < 256 else 64
+
+
+def for_few_rows(guess: Config) -> Config:
+    """More gathers in flight, for lack of other programs to hide them behind."""
+    n = min(guess.n, 64)
+    return replace(guess, m=max(1, min(64, guess.m * guess.n // n)), n=n, k=8)
+
+
+def for_cut_rows(guess: Config) -> Config:
+    """Half the rows for half the warps: rows were cut into pieces of even length, and more programs
+    than the device holds balance what is left.
+    """
+    return replace(guess, m=max(1, guess.m // 2), warps=1)
+
+
+def for_short_pieces(short: Config) -> Config:
+    """Pieces of rows that were cut short, in as few steps as registers allow."""
+    k = max(1, min(SPLIT_ALONE, 1024 * short.warps // short.n))
+    return replace(short, m=max(1, min(64, 512 * short.warps // (short.n * k))), k=k)
