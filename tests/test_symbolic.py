@@ -122,6 +122,7 @@ def test_pieces_of_a_maximum_have_a_workspace(monkeypatch: pytest.MonkeyPatch) -
     torch.testing.assert_close(got, pairs[values["s"].unique().long()].amax(0))
 
 
+@pytest.mark.interpreter
 def test_half_precision_is_rounded_once_and_several_products_meet() -> None:
     application = made("SpMM", 5, torch.float16)
     program = programmed(application)
