@@ -18,7 +18,7 @@ from torch import Tensor
 import applications
 import insum
 from applications import Application, relative_error
-from insum.plan import first_guess
+from insum.plan import first_guess, guess_rows
 from insum.runtime import classify, inspection
 from insum.runtime.program import Program
 from kernels import ONLY_FUSED, STRATEGIES, bound, error, lookup, poison_new_memory, run
@@ -137,6 +137,7 @@ def test_long_rows_are_cut(group: int, many: bool, monkeypatch: pytest.MonkeyPat
     if many:  # as it is where there are more entries than the interpreter could walk
         for limit in ("ONE_LAUNCH", "FEW_ENTRIES", "TINY_ENTRIES"):
             monkeypatch.setattr(first_guess, limit, 0)
+        monkeypatch.setattr(guess_rows, "FEW_ENTRIES", 0)
     application = skewed(group=group)
     assert relative_error(application.forward.run(), application.expected()) < 2e-6
     (step,) = lookup(application.forward.problem(), application.values).steps

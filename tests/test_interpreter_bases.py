@@ -20,7 +20,7 @@ from insum.call.request import Request, request_of
 from insum.lang.bind import bind
 from insum.lang.parser import parse
 from insum.ops.eager import accumulate
-from insum.plan import first_guess
+from insum.plan import first_guess, guess_rows
 from insum.plan.sizes import BASE
 from insum.runtime import inspection
 from insum.runtime.ready import Ready
@@ -217,7 +217,7 @@ def test_a_row_of_several_pieces_has_its_base_once(
     monkeypatch: pytest.MonkeyPatch, used: Counter[str], launches: int, shape: tuple[int, ...]
 ) -> None:
     """Whoever puts pieces together adds it: one of their programs, or a launch after them."""
-    monkeypatch.setattr(first_guess, "MANY_LAUNCHES", 0)
+    monkeypatch.setattr(guess_rows, "MANY_LAUNCHES", 0)
     monkeypatch.setattr(first_guess, "ONE_LAUNCH", 2**18 if launches == 1 else 0)
     insum.forget()
     d = torch.cat([torch.full((300,), 3), torch.randint(0, 8, (40,))]).sort().values
