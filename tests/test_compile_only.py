@@ -7,7 +7,6 @@ their default configs.
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 import subprocess
 import tempfile
@@ -409,16 +408,8 @@ WINDOWS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("dtype", "target"),
-    [
-        *itertools.product([torch.float16, torch.float32], compiling.TARGETS),
-        # as of float16 but for the instruction, which is the same on neighbours
-        (torch.bfloat16, "sm_90"),
-        (torch.bfloat16, "gfx942"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("target", compiling.TARGETS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", WINDOWS)
 def test_windows(name: str, dtype: torch.dtype, target: str) -> None:
     statement, shapes, sizes = WINDOWS[name]

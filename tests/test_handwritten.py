@@ -141,8 +141,7 @@ def test_compiles(name: str, target: str) -> None:
     function = kernel._function()
     count = len(function.arg_names)
     for kinds in every:
-        # what pointers that are not aligned take is the same on both
-        for unaligned in (0, 1) if kinds == every[0] and target == "sm_90" else (0,):
+        for unaligned in (0, 1) if kinds == every[0] else (0,):
             found = compiling.compile_for(
                 function,
                 kernel.types(kinds, count),

@@ -16,8 +16,8 @@ from insum.plan.guess_products import for_product
 from insum.plan.guess_rows import (
     FEW_ENTRIES,
     MANY_LAUNCHES,
-    NARROW_ROW,
     TINY_ENTRIES,
+    are_narrow,
     for_cut_rows,
     for_few_rows,
     for_rows,
@@ -58,7 +58,7 @@ SMALL_SUMS = 1024
 #: Side of a tile that is read along one axis and written along the other: a line of memory each
 #: way.
 TURNED = 64
-#: And where there is the least of it.
+#: Bytes of shared memory that pipelines may take where there is the least of it.
 SMALL_SHARED = 64 * 1024
 
 
@@ -151,7 +151,7 @@ def first_choice(
     if not in_rows(plan):
         return (guess,)
     split = split_length(longest, entries, alone=guess.n == 1)
-    narrow = 1 < guess.n <= NARROW_ROW and guess.k >= 8  # see `guess_rows`
+    narrow = are_narrow(plan, extents, guess.n)
     if MANY_LAUNCHES <= entries < TINY_ENTRIES and not (narrow or plan.roles.loops):
         guess = for_few_rows(guess)
     elif split and entries < FEW_ENTRIES and not narrow:

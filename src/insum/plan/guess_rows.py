@@ -62,7 +62,7 @@ def for_rows(plan: Plan, extents: Mapping[str, int], *, long: bool) -> Config:
         return Config(m=m, n=n, k=k, warps=1 if m * n <= 128 else 2, stages=1)
     if n == 1:  # a thread for each row
         return Config(m=64, n=1, k=1, warps=2, stages=1)
-    if _are_narrow(plan, extents, n):
+    if are_narrow(plan, extents, n):
         return _for_narrow_rows(plan, n)
     m = max(1, min(64, 512 // n))
     if narrow:
@@ -74,14 +74,15 @@ def for_rows(plan: Plan, extents: Mapping[str, int], *, long: bool) -> Config:
     return Config(m=m, n=n, k=2, warps=1 if idle else 2, stages=1)
 
 
-def _are_narrow(plan: Plan, extents: Mapping[str, int], n: int) -> bool:
+def are_narrow(plan: Plan, extents: Mapping[str, int], n: int) -> bool:
     """Whether rows of few columns, which fill their tile, have entries enough to be read many at a
     time.
     """
     assert plan.segment is not None
     entries, rows = extents[plan.segment.var], max(1, extents[plan.segment.row])
     filled = n <= 8 or extent(plan.roles.n, extents) % n == 0
-    return n <= NARROW_ROW and filled and len(plan.roles.m) == 1 and entries >= SHORT_ROW * rows
+    narrow = 1 < n <= NARROW_ROW and len(plan.roles.m) == 1
+    return narrow and filled and entries >= SHORT_ROW * rows
 
 
 def _for_narrow_rows(plan: Plan, n: int) -> Config:

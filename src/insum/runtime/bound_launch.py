@@ -30,7 +30,7 @@ from insum.plan.plan import Plan
 from insum.plan.recipes import OfCount, OfLength, Recipe, SizeExpr, size_of
 from insum.plan.sizes import ALIGNED, BASE, FITTED, OUT, WORK, spread_strides
 from insum.runtime import binaries, compiling, launch, workers
-from insum.runtime.program import WIDE, Grid, Launch
+from insum.runtime.program import WIDE, Grid, Launch, ProductLaunches
 from insum.runtime.prologue.made import Made
 
 MOST_PROGRAMS = 2**31
@@ -86,6 +86,16 @@ class CallNumbers:
         }
         if "task_last" in found:
             found["task_count"] = max(0, found["task_last"] - found["task_first"])
+        return found
+
+    def rooms(self, step: ProductLaunches) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+        """Names, shapes and dtypes of the memory that a product needs beside its output."""
+        found = [
+            (c.name, tuple(self.expr((one,)) for one in c.shape), c.dtype) for c in step.copies
+        ]
+        if step.workspace:
+            held = WIDE[step.planned.plan.accumulator]
+            found.append((WORK, (sum(map(self.expr, step.workspace)),), held))
         return found
 
     def programs(self, one: Launch, counts: Mapping[str, int]) -> int:

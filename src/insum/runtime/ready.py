@@ -26,7 +26,7 @@ from insum.runtime.bound_launch import (
     Placed,
     plain_number,
 )
-from insum.runtime.program import WIDE, CopyRoom, ProductLaunches, Program
+from insum.runtime.program import ProductLaunches, Program
 from insum.runtime.prologue.made import Made
 from insum.runtime.prologue.prologue import Prologue
 
@@ -184,20 +184,10 @@ def _bound(
     if has_nothing(step, sizes.extents, sizes.shape):
         return (), ()
     launches = tuple(BoundLaunch(one, one.plan, sizes, dtype) for one in step.launches)
-    rooms = _copies(step.copies, sizes, device)
-    count = sum(sizes.expr(one) for one in step.workspace)
-    if count:
-        held = WIDE[step.planned.plan.accumulator]
-        rooms = (*rooms, (WORK, maker((count,), held, device)))
-    return rooms, launches
-
-
-def _copies(copies: tuple[CopyRoom, ...], sizes: CallNumbers, device: torch.device) -> Rooms:
-    """What makes memory for copies of factors."""
-    return tuple(
-        (one.name, maker(tuple(sizes.expr((n,)) for n in one.shape), one.dtype, device))
-        for one in copies
+    rooms = tuple(
+        (name, maker(room, held, device)) for name, room, held in sizes.rooms(step) if 0 not in room
     )
+    return rooms, launches
 
 
 def _bound_check(

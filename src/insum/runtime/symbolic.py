@@ -18,11 +18,11 @@ from insum.codegen.arguments import Passed, Pointer
 from insum.lang.bind import Problem, Value
 from insum.plan.draft import CannotFuse
 from insum.plan.questions import AskExact, AskFacts, AskInside, Question
-from insum.plan.sizes import OUT, WORK
+from insum.plan.sizes import OUT
 from insum.plan.uses import uses_of
 from insum.runtime import classify, launch
 from insum.runtime.bound_launch import CallNumbers
-from insum.runtime.program import WIDE, Launch, Program, Refusal
+from insum.runtime.program import Launch, Program, Refusal
 from insum.runtime.shelf import Programs, wishes_of
 
 __all__ = ["CannotFuse", "program_of", "run"]
@@ -80,12 +80,8 @@ def run(
     sizes = CallNumbers(values, problem.extents, shape, {})  # type: ignore[arg-type]
     for step in program.steps:
         own = {OUT: out}
-        for copy in step.copies:
-            room: Any = [sizes.expr((one,)) for one in copy.shape]
-            own[copy.name] = torch.empty(room, dtype=copy.dtype, device=problem.device)
-        if step.workspace:
-            held, count = WIDE[step.planned.plan.accumulator], sum(map(sizes.expr, step.workspace))
-            own[WORK] = torch.empty((count,), dtype=held, device=problem.device)
+        for name, room, held in sizes.rooms(step):
+            own[name] = torch.empty(room, dtype=held, device=problem.device)
         for one in step.launches:
             _launch(one, sizes, {**values, **own}, start)
     return out if dtype == problem.dtype else out.to(problem.dtype)

@@ -38,7 +38,7 @@ LEAST_ROWS, LEAST_STEPS = 1024, 4
 LEAST_CHANNELS = 16
 #: Pieces that the tiles of all steps are about; and numbers of a matrix in half precision up to
 #: which one program sums all rows as soon as pieces are rounded.
-PIECES, LEAST_ADDED = 512, 512
+TYPICAL_PIECES, LEAST_ADDED = 512, 512
 #: Steps of tables that are worth an order where a tile could hold many of them anyhow: rows of more
 #: are sorted by several words, for longer than it saves.
 MOST_JOINED = 124
@@ -84,7 +84,7 @@ def _pays_pieces(subject: Subject, draft: Draft, roles: Contraction, x: str, z: 
         return False
     high, wide = (draft.extents[axis[-1]] for axis in (roles.m, roles.n))
     gathered = draft.extents[x] * draft.extents[z] * (high + wide) * size
-    return high * wide > LEAST_ADDED and gathered >= 1.5 * PIECES * high * wide * 4
+    return high * wide > LEAST_ADDED and gathered >= 1.5 * TYPICAL_PIECES * high * wide * 4
 
 
 def _table(
@@ -194,7 +194,7 @@ def _to_pieces(subject: Subject, draft: Draft, access: Access, x: str, z: str) -
         row=piece,
         segment=slot,
         segments=recipe,
-        extents={**draft.extents, piece: PIECES, lane: TILE, slot: slots},
+        extents={**draft.extents, piece: TYPICAL_PIECES, lane: TILE, slot: slots},
         made={
             **draft.made,
             piece: (OfCount(recipe, "pieces"),),
