@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from insum.codegen.emit import Kernel
+from insum.codegen.kernel import Kernel
 from insum.plan.config import Config
 from insum.runtime import cache, disk, launch
 
@@ -99,7 +99,7 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (16, 16))
 sys.dont_write_bytecode = True
 import insum
-from insum.codegen.emit import Kernel
+from insum.codegen.kernel import Kernel
 from insum.plan.config import Config
 from insum.runtime import cache, disk, launch
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import insum
-from insum.codegen.emit import Kernel
+from insum.codegen.kernel import Kernel
 from insum.runtime import cache, compiling, disk, launch
 
 KERNEL = Kernel("insum_kernel", "@triton.jit\ndef insum_kernel(x_ptr):\n    return\n", ("x_ptr",))

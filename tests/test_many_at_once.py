@@ -196,7 +196,7 @@ def test_workers_of_a_loader(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 KERNELS = """
 import os, sys, triton
-from insum.codegen.emit import Kernel
+from insum.codegen.kernel import Kernel
 from insum.runtime import compiling, launch
 
 children = []

@@ -22,7 +22,23 @@ from insum.codegen.arguments import (
     Pointer,
     Stride,
 )
-from insum.codegen.emit import FLAG_COUNT, Kernel, signature
+from insum.codegen.emit import FLAG_COUNT
+from insum.codegen.ir import (
+    Assignment,
+    Effect,
+    KernelLine,
+    Named,
+    Tile,
+    apply,
+    chain,
+    distinct,
+    load,
+    product,
+    store,
+    tile,
+    where,
+)
+from insum.codegen.kernel import Kernel, kernel_of
 from insum.lang.expr import Access, Affine, Var, variables
 from insum.plan.sizes import BASE, OUT
 from insum.plan.uses import Use
@@ -65,45 +81,50 @@ def emit_check(
     writer.start(fill)
     for number, use in enumerate(uses):
         writer.use(number, use)
-    header = signature(name, writer.arguments, wide=True)
-    text = "\n".join([*header, *(f"    {line}" for line in writer.lines)])
-    return Kernel(name, f"{REPORT}{text}\n", tuple(writer.arguments.values()))
+    return kernel_of(name, writer.arguments, writer.lines, wide=True, helpers=[REPORT])
+
+
+#: The axis of a program's points.
+_POINTS = ("K",)
 
 
 @dataclass
 class _Check:
     padded: frozenset[str]
     numbers: frozenset[str]
-    lines: list[str] = field(default_factory=list)
+    lines: list[KernelLine] = field(default_factory=list)
     arguments: dict[str, Argument] = field(default_factory=dict)
     serial: int = 0
+    at: Tile = Named("at", _POINTS)
+    there: Tile = Named("there", _POINTS)  # points that there are
 
-    def arg(self, argument: Argument) -> str:
+    def arg(self, argument: Argument) -> Named:
         self.arguments.setdefault(argument.name, argument)
-        return argument.name
+        return Named(argument.name)
 
     def start(self, fill: str | int | None) -> None:
-        self.lines.append(f"at = tl.program_id(0).to(tl.int64) * {BLOCK} + tl.arange(0, {BLOCK})")
+        first = apply("tl.program_id", 0).to("tl.int64") * BLOCK
+        self.lines.append(Assignment("at", first + apply("tl.arange", 0, BLOCK, over=_POINTS)))
         if fill is None:
             return
         out, count = self.arg(Pointer(OUT)), self.arg(Count("out_count"))
         if isinstance(fill, int):
-            value = self.based(fill, f"at < {count}")
+            value = self.based(fill, self.at < count)
         else:
-            value = f"tl.full([{BLOCK}], {fill}, {out}.dtype.element_ty)"
-        self.lines.append(f"tl.store({out} + at, {value}, mask=at < {count})")
+            dtype = f"{out.name}.dtype.element_ty"
+            value = apply("tl.full", f"[{BLOCK}]", fill, dtype, over=_POINTS)
+        self.lines.append(store(out + self.at, value, self.at < count))
 
-    def based(self, rank: int, mask: str) -> str:
+    def based(self, rank: int, mask: Tile) -> Tile:
         """What the output starts from, at the places of a new one."""
-        rest, offset = "at", []
+        rest, offset = self.at, list[Tile]()
         for dim in reversed(range(rank)):
             size, stride = self.arg(Length(OUT, dim)), self.arg(Stride(BASE, dim, 1))
-            offset.append(f"{rest if dim == 0 else f'({rest} % {size})'} * {stride}")
+            offset.append((rest % size if dim else rest) * stride)
             if dim:
-                rest = self.define(f"{rest} // {size}")
-        pointer = " + ".join([self.arg(Pointer(BASE)), *reversed(offset)])
-        pointer += "" if rank else " + at * 0"
-        return self.define(f"tl.load({pointer}, mask={mask}, other=0)")
+                rest = self.define(rest // size)
+        places = reversed(offset) if rank else [self.at * 0]
+        return self.define(load(chain("+", self.arg(Pointer(BASE)), *places), mask, 0))
 
     def use(self, number: int, use: Use) -> None:
         places = self.unpacked(variables(use.index))
@@ -112,62 +133,65 @@ class _Check:
         limit = self.arg(Length(name, use.dim))
         found = self.define(value)
         if use.wraps:
-            found = self.define(f"tl.where({found} < 0, {found} + {limit}, {found})")
-        bad = self.define(" & ".join([*present, f"(({found} < 0) | ({found} >= {limit}))"]))
+            found = self.define(where(found < 0, found + limit, found))
+        bad = self.define(chain("&", *present, ((found < 0) | (found >= limit))))
         if use.padded:
-            bad = self.define(f"{bad} & ({found} != -1)")
-        record = ", ".join(self.arg(Pointer(p)) for p in (CLAIM, RECORD, FLAGS))
+            bad = self.define(bad & found.differs(-1))
+        record = [self.arg(Pointer(p)) for p in (CLAIM, RECORD, FLAGS)]
         call = self.arg(Passed(CALL, "i32"))
-        self.lines.append(f"insum_report({bad}, at, {value}, {number}, {record}, {call})")
+        report = apply("insum_report", bad, self.at, value, number, *record, call, over=())
+        self.lines.append(Effect(report))
 
-    def define(self, text: str) -> str:
+    def define(self, value: Tile) -> Named:
         self.serial += 1
         name = f"value{self.serial}"
-        self.lines.append(f"{name} = {text}")
-        return name
+        self.lines.append(Assignment(name, value))
+        return Named(name, value.axes)
 
-    def unpacked(self, names: Sequence[str]) -> Mapping[str, str]:
+    def unpacked(self, names: Sequence[str]) -> Mapping[str, Tile]:
         """The point that each lane looks at, as values of the variables; which lanes have one."""
         sizes = [self.arg(ExtentArgument(v)) for v in names]
-        self.lines.append(f"there = at < {' * '.join(sizes) or '1'}")
-        found, rest = {}, "at"
+        self.lines.append(Assignment("there", self.at < product(sizes)))
+        found, rest = {}, self.at
         for var, size in reversed(list(zip(names, sizes, strict=True))):
             last = var == names[0]
-            found[var] = self.define(rest if last else f"{rest} % {size}")
+            found[var] = self.define(rest if last else rest % size)
             if not last:
-                rest = self.define(f"{rest} // {size}")
+                rest = self.define(rest // size)
         return found
 
-    def index(self, index: Affine, places: Mapping[str, str]) -> tuple[str, list[str]]:
+    def index(self, index: Affine, places: Mapping[str, Tile]) -> tuple[Tile, list[Tile]]:
         """The value of an index expression, and the masks under which it is one."""
-        parts, masks = [str(index.offset)] if index.offset else [], ["there"]
+        masks: list[Tile] = [self.there]
+        parts = [tile(index.offset)] if index.offset else []
         if not index.terms:
-            parts.append("at * 0")
+            parts.append(self.at * 0)
         for by, atom in index.terms:
             if isinstance(atom, Var):
-                text = places[atom.name]
+                value = places[atom.name]
             else:
-                text, more = self.load(atom, places)
-                masks += [mask for mask in more if mask not in masks]
-            parts.append(text if by == 1 else f"{by} * {text}")
-        return self.define(" + ".join(parts)), masks
+                value, more = self.load(atom, places)
+                masks += more
+            parts.append(value if by == 1 else tile(by) * value)
+        return self.define(chain("+", *parts)), distinct(masks)
 
-    def load(self, access: Access, places: Mapping[str, str]) -> tuple[str, list[str]]:
+    def load(self, access: Access, places: Mapping[str, Tile]) -> tuple[Tile, list[Tile]]:
         if access.tensor in self.numbers:
             number = self.arg(Passed(access.tensor, "i64"))
-            return self.define(f"tl.zeros([{BLOCK}], tl.int64) + {number}"), []
-        masks, offset = ["there"], []
+            zeros = apply("tl.zeros", f"[{BLOCK}]", "tl.int64", over=_POINTS)
+            return self.define(zeros + number), []
+        masks: list[Tile] = [self.there]
+        offset = []
         for dim, index in enumerate(access.indices):
             value, more = self.index(index, places)
-            masks += [mask for mask in more if mask not in masks]
+            masks += more
             if any(isinstance(atom, Access) for _, atom in index.terms):
                 length = self.arg(Length(access.tensor, dim))
-                masks.append(f"((0 <= {value}) & ({value} < {length}))")
-            offset.append(f"{value} * {self.arg(Stride(access.tensor, dim, 1))}")
-        pointer = " + ".join([self.arg(Pointer(access.tensor)), *offset])
-        if not access.indices:
-            pointer += " + at * 0"
-        found = self.define(f"tl.load({pointer}, mask={' & '.join(masks)}, other=0).to(tl.int64)")
+                masks.append(((tile(0) <= value) & (value < length)).grouped())
+            offset.append(value * self.arg(Stride(access.tensor, dim, 1)))
+        masks = distinct(masks)
+        address = chain("+", self.arg(Pointer(access.tensor)), *(offset or [self.at * 0]))
+        found = self.define(load(address, chain("&", *masks), 0).to("tl.int64"))
         if access.tensor in self.padded:
-            masks = [*masks, f"({found} != -1)"]
+            masks = [*masks, found.differs(-1)]
         return found, masks

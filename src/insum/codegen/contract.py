@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from insum.codegen.frame import AFTER, Frame
-from insum.codegen.functions import reduced
-from insum.codegen.reads import Reads, distinct
-from insum.codegen.values import Eager, Val, combine, narrow_first, union
+from insum.codegen.functions import identity, merged, reduced
+from insum.codegen.ir import (
+    Eager,
+    Named,
+    Tile,
+    TileAxes,
+    apply,
+    chain,
+    combine,
+    distinct,
+    narrow_first,
+    where,
+)
+from insum.codegen.reads import NAN, Reads
 from insum.lang.expr import Access
 from insum.plan.copying import lies_along_sum
 
-IDENTITY: dict[str, Callable[[str], str]] = {
-    "sum": lambda dtype: "0",
-    "max": lambda dtype: (
-        'float("-inf")'
-        if "float" in dtype
-        else "-9223372036854775808"
-        if dtype == "int64"
-        else "-2147483648"
-    ),
-    "min": lambda dtype: (
-        'float("inf")'
-        if "float" in dtype
-        else "9223372036854775807"
-        if dtype == "int64"
-        else "2147483647"
-    ),
-}
-MERGE = {"sum": "{0} + {1}", "max": "insum_max({0}, {1})", "min": "insum_min({0}, {1})"}
+#: What contributions are added up in.
+ACC = "acc"
 
 
 class Contract:
@@ -38,33 +31,33 @@ class Contract:
         self.frame, self.reads = frame, reads
         self.plan, self.config = frame.plan, frame.config
 
-    def write(self) -> Val:
+    def write(self) -> Tile:
         return self.dot() if self.plan.roles.dot else self.multiply_and_sum()
 
-    def dot(self) -> Val:
-        plan, config = self.plan, self.config
+    @property
+    def first_stage(self) -> int:
+        """Where sums start anew."""
+        return 1 if self.plan.roles.outer else 0
+
+    def dot(self) -> Tile:
+        plan, config, axes = self.plan, self.config, ("M", "N")
         self.frame.deferred = []
         left = self.operand(plan.roles.left, ("M", "K"), (config.m, config.k))
         right = self.operand(plan.roles.right, ("K", "N"), (config.k, config.n))
-        precision = f", input_precision={plan.precision!r}" if plan.precision else ""
-        self.frame.line(
-            1 if plan.roles.outer else 0,
-            f"acc = tl.zeros([{config.m}, {config.n}], dtype=tl.{plan.accumulator})",
-            ("M", "N"),
-        )
-        self.frame.line(2, f"acc = tl.dot({left}, {right}, acc{precision})", ("M", "N"))
+        precision = repr(plan.precision) if plan.precision else None
+        acc = self.frame.assign(self.first_stage, ACC, self.frame.zeros(axes))
+        product = apply("tl.dot", left, right, acc, over=axes, input_precision=precision)
+        self.frame.assign(2, ACC, product)
         if self.frame.deferred:
-            nowhere = combine(distinct(self.frame.deferred), "|").text
-            self.frame.line(AFTER, f'acc = tl.where({nowhere}, float("nan"), acc)', ("M", "N"))
+            nowhere = combine(distinct(self.frame.deferred), "|")
+            self.frame.assign(AFTER, ACC, where(nowhere, NAN, acc))
         self.frame.deferred = None
         if not self.frame.eager:
-            return Val("acc", ("M", "N"), AFTER)
-        self.frame.line(AFTER, f"acc = tl.reshape(acc, [{config.m}, {config.n}, 1])")
-        return Val("acc", Eager(("M", "N")), AFTER)
+            return Named(ACC, axes, AFTER)
+        shape = f"[{config.m}, {config.n}, 1]"
+        return self.frame.assign(AFTER, ACC, apply("tl.reshape", acc, shape, over=Eager(axes)))
 
-    def operand(
-        self, factors: tuple[int, ...], axes: tuple[str, ...], tile: tuple[int, ...]
-    ) -> str:
+    def operand(self, factors: tuple[int, ...], axes: TileAxes, sizes: tuple[int, ...]) -> Tile:
         plan = self.plan
         read = plan.factors[factors[0]] if len(factors) == 1 else None
         if isinstance(read, Access):
@@ -72,44 +65,40 @@ class Contract:
             if plan.precision == "tf32" and not lies_along_sum(plan, read):
                 # Shared memory takes it as it lies, in widest loads, if the compiler has to bring
                 # it to registers once more, as this sum makes it do; else number by number.
-                value = Val(f"({value.text} + 0.0)", value.axes, value.stage)
+                value = value + "0.0"
         else:
-            wide = combine(
+            value = combine(
                 [self.reads.evaluate(plan.factors[f], plan.accumulator) for f in factors], "*"
             )
-            wide = self.masked_operand(wide, axes) if plan.pointwise else wide
-            value = (
-                wide
-                if plan.operand == plan.accumulator
-                else Val(f"({wide.text}).to(tl.{plan.operand})", wide.axes, wide.stage)
-            )
+            value = self.masked_operand(value, axes) if plan.pointwise else value
+            if plan.operand != plan.accumulator:
+                value = value.to(f"tl.{plan.operand}")
         if self.frame.eager:
-            return self.reshaped(value, axes, tile)
+            return self.reshaped(value, axes, sizes)
         if value.axes == axes:
-            return value.text
-        return f"tl.broadcast_to({value.over(axes)}, [{tile[0]}, {tile[1]}])"
+            return value
+        return apply("tl.broadcast_to", value.over(axes), f"[{sizes[0]}, {sizes[1]}]", over=axes)
 
-    def masked_operand(self, value: Val, axes: tuple[str, ...]) -> Val:
+    def masked_operand(self, value: Tile, axes: TileAxes) -> Tile:
         """Zero at absent and out-of-range points, whatever functions made of the zeros that were
         loaded there.
         """
         masks = [m for axis, m in self.frame.masks.items() if axis in axes] + [
             m for _, m in self.frame.point_masks if set(m.axes) <= set(axes)
         ]
-        return where(masks, value, "0")
+        return where_all(masks, value, "0")
 
-    def reshaped(self, value: Val, axes: tuple[str, ...], tile: tuple[int, ...]) -> str:
+    def reshaped(self, value: Tile, axes: TileAxes, sizes: tuple[int, ...]) -> Tile:
         """An operand that was loaded over (M, N, K), brought to the two axes that a dot takes."""
-        sizes = dict(zip(axes, tile, strict=True))
-        spread = [sizes.get(a, 1) for a in Eager.ORDER]
-        text = value.text if value.axes == axes else f"tl.broadcast_to({value.text}, {spread})"
-        flat = (
-            f"tl.reshape({text}, "
-            f"{[s for a, s in zip(Eager.ORDER, spread, strict=True) if a in axes]})"
-        )
-        return flat if axes == ("M", "K") else f"tl.trans({flat})"
+        by_axis = dict(zip(axes, sizes, strict=True))
+        spread = [by_axis.get(a, 1) for a in Eager.ORDER]
+        if value.axes != axes:
+            value = apply("tl.broadcast_to", value, str(spread), over=axes)
+        kept = [s for a, s in zip(Eager.ORDER, spread, strict=True) if a in axes]
+        flat = apply("tl.reshape", value, str(kept), over=axes)
+        return flat if axes == ("M", "K") else apply("tl.trans", flat, over=axes)
 
-    def multiply_and_sum(self) -> Val:
+    def multiply_and_sum(self) -> Tile:
         plan = self.plan
         alike = plan.reduce != "sum"
         factors = narrow_first(plan.factors) if alike else plan.factors
@@ -122,7 +111,7 @@ class Contract:
             return self.full(self.frame.define("value", value), tuple(a for a in axes if a != "K"))
         return self.reduced(value, axes)
 
-    def reduced(self, value: Val, axes: tuple[str, ...]) -> Val:
+    def reduced(self, value: Tile, axes: TileAxes) -> Tile:
         """Sum in the loop; over K inside it where entries are gathered a few at a time, after it
         where K is long.
         """
@@ -130,43 +119,37 @@ class Contract:
         kept = tuple(a for a in axes if a != "K")
         in_loop = bool(plan.segment) or "K" not in axes
         over = kept if in_loop else axes
-        self.start_accumulator(over)
-        text = value.over(over)
+        acc = self.start_accumulator(over)
         if in_loop and "K" in axes:
-            step = value if "K" in value.axes else self.full(value, axes)
-            text = reduced(plan.reduce, step.over(axes), axes.index("K"))
-        self.frame.line(2, f"acc = {MERGE[plan.reduce].format('acc', text)}", over)
+            whole = value if "K" in value.axes else self.full(value, axes)
+            step = reduced(plan.reduce, whole.over(axes), "K")
+        else:
+            step = value.over(over)
+        self.frame.assign(2, ACC, merged(plan.reduce, acc, step))
         if not in_loop:
-            self.frame.line(AFTER, f"acc = {reduced(plan.reduce, 'acc', axes.index('K'))}", kept)
-        return Val("acc", kept, AFTER)
+            self.frame.assign(AFTER, ACC, reduced(plan.reduce, acc, "K"))
+        return Named(ACC, kept, AFTER)
 
-    def start_accumulator(self, over: tuple[str, ...]) -> None:
+    def start_accumulator(self, over: TileAxes) -> Tile:
         plan = self.plan
-        tile = ", ".join(str(self.frame.tile(a)) for a in over)
-        start = (
-            f"tl.full([{tile or 1}], {IDENTITY[plan.reduce](plan.accumulator)}, "
-            f"dtype=tl.{plan.accumulator})"
+        start = apply(
+            "tl.full",
+            self.frame.block(over) if over else "[1]",
+            identity(plan.reduce, plan.accumulator),
+            over=over,
+            dtype=f"tl.{plan.accumulator}",
         )
-        self.frame.line(
-            1 if plan.roles.outer else 0,
-            f"acc = {start}" if over else f"acc = tl.max({start}, axis=0)",
-            over,
-        )
+        if not over:
+            start = apply("tl.max", start, axis=0)
+        return self.frame.assign(self.first_stage, ACC, start)
 
-    def full(self, value: Val, axes: tuple[str, ...]) -> Val:
+    def full(self, value: Tile, axes: TileAxes) -> Tile:
         """The value as a full tile over ``axes``."""
-        if value.axes == axes:
-            return value
-        tile = ", ".join(str(self.frame.tile(a)) for a in axes)
-        if not value.axes and not axes:
+        if value.axes == axes or not value.axes and not axes:
             return value
         # Adding zeros, not tl.broadcast_to: the interpreter's atomics take a broadcast view for a
         # full tile.
-        return Val(
-            f"tl.zeros([{tile}], dtype=tl.{self.plan.accumulator}) + {value.over(axes)}",
-            axes,
-            value.stage,
-        )
+        return chain("+", self.frame.zeros(axes), value.over(axes))
 
     def zero_where_absent(self) -> bool:
         """Whether masked loads alone make every absent point zero: each factor is masked there, so
@@ -184,7 +167,7 @@ class Contract:
             bool(reads) and all(vars_ <= d for d in depends) for vars_, _ in self.frame.point_masks
         )
 
-    def masked(self, value: Val) -> Val:
+    def masked(self, value: Tile) -> Tile:
         """Absent and out-of-range points become the reduction's identity, whatever the functions
         made of them.
         """
@@ -194,17 +177,9 @@ class Contract:
             if axis in self.frame.tile_axes() and (axis == "K" or self.frame.summed_axis(axis))
         ]
         masks += [m for _, m in self.frame.point_masks]
-        return where(masks, value, IDENTITY[self.plan.reduce](self.plan.accumulator))
+        return where_all(masks, value, identity(self.plan.reduce, self.plan.accumulator))
 
 
-def where(masks: list[Val], value: Val, otherwise: str) -> Val:
+def where_all(masks: list[Tile], value: Tile, otherwise: str) -> Tile:
     """The value where all masks hold, elsewhere something that does not count."""
-    if not masks:
-        return value
-    mask = combine(distinct(masks), "&")
-    axes = union(value.axes, mask.axes)
-    return Val(
-        f"tl.where({mask.over(axes)}, {value.over(axes)}, {otherwise})",
-        axes,
-        max(value.stage, mask.stage),
-    )
+    return where(combine(distinct(masks), "&"), value, otherwise) if masks else value

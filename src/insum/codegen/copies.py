@@ -5,8 +5,20 @@ loads read (`plan.aligning`).
 from __future__ import annotations
 
 from insum.codegen.arguments import Argument, Count, ExtentArgument, Length, Pointer, Stride
-from insum.codegen.emit import signature
-from insum.codegen.frame import Kernel, kernel_name
+from insum.codegen.ir import (
+    Assignment,
+    KernelLine,
+    Named,
+    Tile,
+    apply,
+    cdiv,
+    chain,
+    load,
+    loop,
+    store,
+    tile,
+)
+from insum.codegen.kernel import Kernel, kernel_name, kernel_of
 from insum.lang.expr import Access
 from insum.plan.aligning import Alignment
 from insum.plan.fitting import FITTED_ROW, FITTED_ROWS, UNIT, Fit
@@ -35,6 +47,12 @@ def emit_fitting(plan: Plan, fit: Fit, units: dict[str, int]) -> Kernel:
     )
 
 
+#: Rows and columns of the tile that is copied, and what says which of them are to be.
+_ROWS, _COLUMNS = ("M",), ("N",)
+_AT, _COLUMN = Named("at", _ROWS), Named("column", _COLUMNS)
+_THERE, _FILLED = Named("there", _ROWS), Named("filled", _ROWS)
+
+
 class _FitWriter:
     """Writes the kernel of one copy."""
 
@@ -47,57 +65,82 @@ class _FitWriter:
 
     def kernel(self, name: str) -> Kernel:
         body = self.body()
-        head = signature(name, self.arguments, wide=self.plan.wide)
-        lines = [*head, *("    " + line for line in body)]
-        return Kernel(name, "\n".join(lines) + "\n", tuple(self.arguments.values()))
+        return kernel_of(name, self.arguments, body, wide=self.plan.wide)
 
-    def body(self) -> list[str]:
-        fit = self.fit
-        rows, row = self.arg(Count(FITTED_ROWS)), f"({self.arg(Count(FITTED_ROW))} * {UNIT})"
-        source, matrices = self.arg(Pointer(fit.tensor)), "1"
+    def body(self) -> list[KernelLine]:
+        fit, column = self.fit, _COLUMN
+        rows, row = self.arg(Count(FITTED_ROWS)), self.arg(Count(FITTED_ROW)) * UNIT
+        source, matrices = self.arg(Pointer(fit.tensor)), tile(1)
         tall, wide = (self.size(var) for var in self.vars)
-        offset = f"(place * {self.stride(fit.dims[-2])})[:, None]"
+        matrix, place = Named("matrix", _ROWS), Named("place", _ROWS)
+        offset = [place * self.stride(fit.dims[-2])]
         if len(fit.dims) == 3:
             matrices = self.arg(Length(fit.tensor, fit.dims[0]))
-            offset = f"(matrix * {self.stride(fit.dims[0])})[:, None] + {offset}"
-        first = "tl.program_id(0)" + (".to(tl.int64)" if self.plan.wide else "")
+            offset.insert(0, matrix * self.stride(fit.dims[0]))
+        # beyond the tiles of the product nothing is read
+        filled = (matrix < matrices) & (place < self.end(tall, fit.ends[0], rows))
         return [
-            f"at = {first} * {FITTED_AT_ONCE} + tl.arange(0, {FITTED_AT_ONCE})",
-            f"matrix = at // {rows}",
-            f"place = at % {rows}",
-            # beyond the tiles of the product nothing is read
-            f"filled = (matrix < {matrices}) & (place < {self.end(tall, fit.ends[0], rows)})",
-            f"there = filled & (place < {tall})",
-            f"for first in range(0, {self.end(wide, fit.ends[1], row)}, {COLUMNS}):",
-            f"    column = first + tl.arange(0, {COLUMNS})",
-            f"    value = tl.load({source} + {offset} + {self.columns()}[None, :], "
-            f"mask=there[:, None] & (column < {wide})[None, :], other=0)",
-            f"    tl.store({self.arg(Pointer(FITTED))} + (at * {row})[:, None] + column[None, :], "
-            f"value, mask=filled[:, None] & (column < {row})[None, :])",
+            _first_rows(self.plan, FITTED_AT_ONCE),
+            Assignment(matrix.name, _AT // rows),
+            Assignment(place.name, _AT % rows),
+            Assignment(_FILLED.name, filled),
+            Assignment(_THERE.name, _FILLED & (place < tall)),
+            loop(
+                *("first", 0, self.end(wide, fit.ends[1], row), COLUMNS),
+                body=_copied(
+                    COLUMNS,
+                    chain("+", source, *(one.over(_BLOCK) for one in (*offset, self.columns()))),
+                    _THERE & (column < wide),
+                    chain("+", self.arg(Pointer(FITTED)), (_AT * row).over(_BLOCK), _COLUMN),
+                    _FILLED & (column < row),
+                ),
+            ),
         ]
 
-    def columns(self) -> str:
-        stride = self.stride(self.fit.dims[-1])
-        return "column" if stride == "1" else f"(column * {stride})"
+    def columns(self) -> Tile:
+        unit = dict(self.plan.strides)[self.fit.tensor].units[self.fit.dims[-1]]
+        return _COLUMN if unit == 1 else _COLUMN * self.stride(self.fit.dims[-1])
 
-    def end(self, size: str, tile: int | None, side: str) -> str:
-        return side if tile is None else f"tl.cdiv({size}, {tile}) * {tile}"
+    def end(self, size: Tile, length: int | None, side: Tile) -> Tile:
+        return side if length is None else cdiv(size, length) * length
 
-    def arg(self, argument: Argument) -> str:
+    def arg(self, argument: Argument) -> Named:
         self.arguments.setdefault(argument.name, argument)
-        return argument.name
+        return Named(argument.name)
 
-    def size(self, var: str) -> str:
+    def size(self, var: str) -> Tile:
         unit = self.units.get(var, 1)
         name = self.arg(ExtentArgument(var, unit))
-        return name if unit == 1 else f"({name} * {unit})"
+        return name if unit == 1 else name * unit
 
-    def stride(self, dim: int) -> str:
+    def stride(self, dim: int) -> Tile:
         unit = dict(self.plan.strides)[self.fit.tensor].units[dim]
         if unit >= 0:
-            return str(unit)
+            return tile(unit)
         name = self.arg(Stride(self.fit.tensor, dim, -unit))
-        return name if unit == -1 else f"({name} * {-unit})"
+        return name if unit == -1 else name * -unit
+
+
+_BLOCK = (*_ROWS, *_COLUMNS)
+
+
+def _first_rows(plan: Plan, count: int) -> Assignment:
+    """The rows of a program."""
+    number = apply("tl.program_id", 0)
+    number = number.to("tl.int64") if plan.wide else number
+    return Assignment(_AT.name, number * count + apply("tl.arange", 0, count, over=_ROWS))
+
+
+def _copied(
+    columns: int, source: Tile, read: Tile, target: Tile, written: Tile
+) -> list[KernelLine]:
+    """A tile of the copy: from where and where to, and which of it."""
+    along = Named("first") + apply("tl.arange", 0, columns, over=_COLUMNS)
+    return [
+        Assignment(_COLUMN.name, along),
+        Assignment("value", load(source, read, 0)),
+        store(target, Named("value", _BLOCK), written),
+    ]
 
 
 def emit_aligning(plan: Plan, alignment: Alignment, units: dict[str, int]) -> Kernel:
@@ -110,21 +153,25 @@ def emit_aligning(plan: Plan, alignment: Alignment, units: dict[str, int]) -> Ke
     pointers = Pointer(alignment.tensor), Pointer(ALIGNED)
     every = (*pointers, length, stride, extent)
     arguments: dict[str, Argument] = {one.name: one for one in every}
-    row, tile = alignment.row, alignment.tile
-    count, width = rows_at_once(row), min(row, AT_ONCE)
-    first = "tl.program_id(0)" + (".to(tl.int64)" if plan.wide else "")
-    body = [
-        f"at = {first} * {count} + tl.arange(0, {count})",
-        f"there = at < {length.name}",
-        f"wide = {extent.name} * {unit}",
+    row, end = alignment.row, alignment.tile
+    count, columns = rows_at_once(row), min(row, AT_ONCE)
+    source, target = (Named(one.name) for one in pointers)
+    at, column = _AT, _COLUMN
+    wide, step_of_rows = Named("wide"), Named(stride.name) * step
+    body: list[KernelLine] = [
+        _first_rows(plan, count),
+        Assignment(_THERE.name, at < Named(length.name)),
+        Assignment(wide.name, Named(extent.name) * unit),
         # beyond the tiles of the product nothing is read
-        f"for first in range(0, tl.cdiv(wide, {tile}) * {tile}, {width}):",
-        f"    column = first + tl.arange(0, {width})",
-        f"    value = tl.load({pointers[0].name} + (at * ({stride.name} * {step}))[:, None] "
-        "+ column[None, :], mask=there[:, None] & (column < wide)[None, :], other=0)",
-        f"    tl.store({pointers[1].name} + (at * {row})[:, None] + column[None, :], "
-        "value, mask=there[:, None])",
+        loop(
+            *("first", 0, cdiv(wide, end) * end, columns),
+            body=_copied(
+                columns,
+                chain("+", source, (_AT * step_of_rows).over(_BLOCK), _COLUMN),
+                _THERE & (column < wide),
+                chain("+", target, (_AT * row).over(_BLOCK), _COLUMN),
+                _THERE,
+            ),
+        ),
     ]
-    head = signature(name, arguments, wide=plan.wide)
-    lines = [*head, *("    " + line for line in body)]
-    return Kernel(name, "\n".join(lines) + "\n", tuple(arguments.values()))
+    return kernel_of(name, arguments, body, wide=plan.wide)

@@ -17,10 +17,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from insum.codegen.arguments import CUT_START, Count, Pointer
-from insum.codegen.contract import IDENTITY, MERGE, Contract
+from insum.codegen.contract import Contract
 from insum.codegen.frame import AFTER, Frame
-from insum.codegen.functions import reduced
-from insum.codegen.values import Val, combine, union
+from insum.codegen.functions import identity, merged, reduced
+from insum.codegen.ir import (
+    Assignment,
+    Branch,
+    Cast,
+    Effect,
+    KernelLine,
+    Named,
+    Tile,
+    apply,
+    cdiv,
+    chain,
+    combine,
+    load,
+    loop,
+    product,
+    store,
+    tile,
+    union,
+    where,
+)
 from insum.lang.expr import variables
 from insum.plan.plan import Plan
 from insum.plan.sizes import WORK
@@ -37,25 +56,33 @@ def beside_rows(plan: Plan) -> list[str]:
     return [v for v in dict.fromkeys(variables(plan.target)) if v != row]
 
 
-def slot_offset(frame: Frame, slot: Val) -> Val:
+def slot_offset(frame: Frame, slot: Tile) -> Tile:
     """Where a slot of the workspace lies."""
-    offset = Val(slot.text + (".to(tl.int64)" if frame.plan.wide else ""), slot.axes, 0)
+    offset = slot.to("tl.int64") if frame.plan.wide else slot
     for var in beside_rows(frame.plan):
-        row = Val(f"({offset.text}) * {frame.size(var)}", offset.axes)
-        offset = combine([row, frame.vars[var]], "+")
+        offset = combine([offset * frame.size(var), frame.vars[var]], "+")
     return offset
 
 
 def piece_stored(
-    frame: Frame, contract: Contract, slot: Val, value: Val, masks: Sequence[Val] = ()
-) -> str:
-    """The line that puts a piece of a long sum into its slot of the workspace."""
+    frame: Frame, contract: Contract, slot: Tile, value: Tile, masks: Sequence[Tile] = ()
+) -> Effect:
+    """What puts a piece of a long sum into its slot of the workspace."""
     offset = slot_offset(frame, slot)
     axes = union(offset.axes, value.axes)
     masks = [*masks, *(m for a, m in frame.masks.items() if a in axes and a != "K")]
-    masked = f", mask={combine(masks, '&').over(axes)}" if masks else ""
-    place = f"{frame.arg(Pointer(WORK))} + {offset.over(axes)}"
-    return f"tl.store({place}, {contract.full(value, axes).text}{masked})  # ({','.join(axes)})"
+    address = chain("+", frame.pointer(WORK), offset.over(axes))
+    return store(address, contract.full(value, axes), combine(masks, "&") if masks else None)
+
+
+#: Of each row of the tile: where its piece lies in the workspace, the row that the last piece puts
+#: together, the first piece of it, and how many there are.
+SLOT, CUT_ROWS, FIRST, PIECE_COUNT = (
+    Named(name, ("M",)) for name in ("cut_slot", "cut_row", "cut_start", "cut_count")
+)
+ROWS = Named("seg_row", ("M",))
+#: Where the marks of the tile's pieces lie, and how far apart those of two slots.
+MARKS, MARK_STEP = Named("mark_at"), Named("mark_step")
 
 
 class CutRows:
@@ -64,81 +91,91 @@ class CutRows:
     def __init__(self, frame: Frame, contract: Contract) -> None:
         self.frame, self.contract, self.plan = frame, contract, frame.plan
 
-    def put_together(self, value: Val) -> Val:
+    def put_together(self, value: Tile) -> Tile:
         """Where a tile has the last piece of a row, the value and the row of all pieces."""
         frame = self.frame
         value = self.contract.full(value, union(("M",), value.axes))
-        if not value.text.isidentifier():
-            value = frame.define("piece", value)
-        slot, is_piece = Val("cut_slot", ("M",)), Val("(seg_row < 0)", ("M",))
-        lines = ["cut_slot = -1 - seg_row  # (M)"]
-        lines.append(piece_stored(frame, self.contract, slot, value, [is_piece]))
+        found = value if isinstance(value, Named) else frame.define("piece", value)
+        assert isinstance(found, Named)
+        lines: list[KernelLine] = [Assignment(SLOT.name, tile(-1) - ROWS)]
+        lines.append(piece_stored(frame, self.contract, SLOT, found, [ROWS < 0]))
         lines += self.told()
-        lines += ["if tl.max(cut_row, axis=0) >= 0:", *_indented(self.summed(value))]
-        frame.line(AFTER, "if tl.min(seg_row, axis=0) < 0:")
-        for line in _indented(lines):
-            frame.line(AFTER, line)
-        return Val(value.text, value.axes, AFTER)
+        lines.append(Branch(_any(CUT_ROWS, "tl.max") >= 0, tuple(self.summed(found))))
+        frame.put(AFTER, Branch(_any(ROWS, "tl.min") < 0, tuple(lines)))
+        return Named(found.name, found.axes, AFTER)
 
-    def told(self) -> list[str]:
+    def told(self) -> list[KernelLine]:
         """A mark for each piece and each tile of columns, that of its program."""
         frame, roles = self.frame, self.plan.roles
         kept = beside_rows(self.plan)
-        end = " * ".join(
-            [frame.widened(frame.arg(Count("slot_count"))), *(frame.size(v) for v in kept)]
-        )
-        places = [(frame.size(v), frame.vars[v].text) for v in kept if v not in roles.n]
+        count = frame.widened(frame.arg(Count("slot_count")))
+        end = product([count, *(frame.size(v) for v in kept)])
+        places = [(frame.size(v), frame.vars[v]) for v in kept if v not in roles.n]
         if roles.n:
-            tiles = f"tl.cdiv({frame.axis_size(roles.n)}, {frame.config.n})"
-            places.append((tiles, "n_tile"))
-        place = ""
-        for count, at in places:
-            place = f"({place}) * {count} + {at}" if place else at
-        marks = f"({frame.arg(Pointer(WORK))} + {end}).to(tl.pointer_type(tl.int64), bitcast=True)"
-        return [
-            f"mark_at = {marks}" + (f" + {place}" if place else ""),
-            f"mark_step = {' * '.join(count for count, _ in places) or '1'}",
-            f"insum_tell(mark_at, cut_slot * mark_step, cut_row == -1, {frame.tile('M')})",
-        ]
-
-    def summed(self, value: Val) -> list[str]:
-        frame, plan, axes = self.frame, self.plan, value.axes
-        m, threads = frame.tile("M"), 32 * frame.config.warps
-        size = frame.tile("N") if "N" in axes else 1
-        k = max(1, min(MOST_AT_ONCE, AT_ONCE * threads // (m * size)))
-        loaded = f"tl.load({frame.arg(Pointer(CUT_START))} + cut_slot, mask=cut_row >= 0, other=0)"
-        lines = [
-            f"cut_start = {frame.widened(loaded)}  # (M)",
-            "cut_count = tl.where(cut_row >= 0, cut_slot + 1 - cut_start, 0)  # (M)",
-        ]
-        width = max(1, threads // m)
-        lines.append(f"insum_wait(mark_at, cut_start, cut_count - 1, mark_step, {m}, {width})")
-        identity = IDENTITY[plan.reduce](plan.accumulator)
-        tile = ", ".join(str(frame.tile(a)) for a in axes)
-        wide = union(axes, ("K",))
-        there = Val("(part[None, :] < cut_count[:, None])", ("M", "K"))
-        masks = [there, *(m for a, m in frame.masks.items() if a in axes and a == "N")]
-        offset = slot_offset(frame, Val("(cut_start[:, None] + part[None, :])", ("M", "K")))
-        read = (
-            f"tl.load({frame.arg(Pointer(WORK))} + {offset.over(wide)}, "
-            f'mask={combine(masks, "&").over(wide)}, other={identity}, cache_modifier=".cg")'
+            columns = cdiv(frame.axis_size(roles.n), frame.config.n)
+            places.append((columns, Named("n_tile")))
+        marks: Tile = Cast(
+            frame.pointer(WORK) + end, "tl.pointer_type(tl.int64)", bitcast=True, axes=(), stage=0
         )
-        total = MERGE[plan.reduce].format("total", reduced(plan.reduce, "piece", 1))
-        last = Val("(cut_row >= 0)", ("M",)).over(axes)
-        row = plan.segment.row if plan.segment else ""
+        if places:
+            place = places[0][1]
+            for count, at in places[1:]:
+                place = place * count + at
+            marks = chain("+", marks, place)
+        step = product(count for count, _ in places)
+        last = CUT_ROWS.equals(-1)
+        told = apply("insum_tell", MARKS, SLOT * MARK_STEP, last, frame.tile("M"), over=())
         return [
-            *lines,
-            "tl.debug_barrier()",
-            f"total = tl.full([{tile}], {identity}, dtype=tl.{plan.accumulator})",
-            f"for t in range(0, tl.cdiv(tl.max(cut_count, axis=0), {k})):",
-            f"    part = t * {k} + tl.arange(0, {k})  # (K)",
-            f"    piece = {read}  # ({','.join(wide)})",
-            f"    total = {total}  # ({','.join(axes)})",
-            f"{value.text} = tl.where({last}, total, {value.text})",
-            "seg_row = tl.where(cut_row >= 0, cut_row, seg_row)  # (M)",
-            f"{row}_i = tl.where(seg_row >= 0, seg_row, 0)  # (M)",
+            Assignment(MARKS.name, marks),
+            Assignment(MARK_STEP.name, step),
+            Effect(told),
+        ]
+
+    def summed(self, value: Named) -> list[KernelLine]:
+        frame, axes = self.frame, value.axes
+        m, threads = frame.tile("M"), 32 * frame.config.warps
+        is_last, width = CUT_ROWS >= 0, max(1, threads // m)
+        first = load(frame.arg(Pointer(CUT_START)) + SLOT, is_last, 0)
+        wait = (MARKS, FIRST, PIECE_COUNT - 1, MARK_STEP, m, width)
+        row = self.plan.segment.row if self.plan.segment else ""
+        return [
+            Assignment(FIRST.name, frame.widened(first)),
+            Assignment(PIECE_COUNT.name, where(is_last, SLOT + 1 - FIRST, 0)),
+            Effect(apply("insum_wait", *wait, over=())),
+            Effect(apply("tl.debug_barrier")),
+            *self.total_of(value),
+            Assignment(value.name, where(is_last.over(axes), Named("total", axes), value)),
+            Assignment(ROWS.name, where(is_last, CUT_ROWS, ROWS)),
+            Assignment(f"{row}_i", where(ROWS >= 0, ROWS, 0)),
+        ]
+
+    def total_of(self, value: Tile) -> list[KernelLine]:
+        """All pieces of each row, some at a time."""
+        frame, plan, axes = self.frame, self.plan, value.axes
+        size = frame.tile("N") if "N" in axes else 1
+        most = AT_ONCE * 32 * frame.config.warps // (frame.tile("M") * size)
+        k, wide = max(1, min(MOST_AT_ONCE, most)), union(axes, ("K",))
+        start, dtype = identity(plan.reduce, plan.accumulator), f"tl.{plan.accumulator}"
+        part, total = Named("part", ("K",)), Named("total", axes)
+        masks = [part.over(("M", "K")) < PIECE_COUNT.over(("M", "K"))]
+        masks += [m for a, m in frame.masks.items() if a in axes and a == "N"]
+        offset = slot_offset(frame, (FIRST + part).grouped())
+        address = chain("+", frame.pointer(WORK), offset.over(wide))
+        read = load(address, combine(masks, "&"), start, ".cg")
+        steps: list[KernelLine] = [
+            Assignment(part.name, Named("t") * k + apply("tl.arange", 0, k, over=("K",))),
+            Assignment("piece", read),
+            Assignment(
+                "total",
+                merged(plan.reduce, total, reduced(plan.reduce, Named("piece", wide), "K")),
+            ),
+        ]
+        return [
+            Assignment("total", apply("tl.full", frame.block(axes), start, over=axes, dtype=dtype)),
+            loop("t", 0, cdiv(_any(PIECE_COUNT, "tl.max"), k), body=steps),
         ]
 
 
-def _indented(lines: Sequence[str]) -> list[str]:
-    return ["    " + line for line in lines]
+def _any(value: Tile, function: str) -> Tile:
+    """The largest, or smallest, of all rows."""
+    return apply(function, value, over=(), axis=0)

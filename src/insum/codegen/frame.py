@@ -2,16 +2,16 @@
 contraction.
 
 A kernel is written in stages: 0 before any loop, 1 inside the outer loop (variables that a
-scattered dimension absorbs), 2 inside the contraction's loop, 3 after it. A line goes to the
+scattered dimension absorbs), 2 inside the contraction's loop, 3 after it. A statement goes to the
 earliest stage in which everything it reads is known, so loop-invariant loads are hoisted by
 construction.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from insum.codegen.arguments import (
     COUNT,
@@ -24,7 +24,27 @@ from insum.codegen.arguments import (
     ExtentArgument,
     Pointer,
 )
-from insum.codegen.values import Eager, Val
+from insum.codegen.ir import (
+    Assignment,
+    Eager,
+    Effect,
+    KernelLine,
+    Literal,
+    Named,
+    Spread,
+    Tile,
+    TileAxes,
+    TileLike,
+    apply,
+    cdiv,
+    chain,
+    load,
+    product,
+    tile,
+    where,
+)
+from insum.codegen.kernel import Shape
+from insum.codegen.passes import STEP
 from insum.lang.expr import Access, variables
 from insum.plan.config import Config
 from insum.plan.plan import Plan
@@ -36,52 +56,9 @@ AFTER = 3
 #: _size, _number, _i, _v1), which names of our own never have, so that no spelling of a statement
 #: can collide with them.
 REGISTERS = "<registers>"
-#: Characters of a kernel's name, so that files and profilers can show it.
-LONGEST_NAME = 72
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What the text depends on besides plan and config: which axes divide evenly, and extents that
-    became constants.
-    """
-
-    even_m: bool = False
-    even_n: bool = False
-    even_k: bool = False
-    inner: int = 1  # extent of the inner variable of a flattened K axis
-    onehot: int = 0  # places of the register tile for the dimension that is kept in registers
-    k_tiles: int = 0  # how many tiles cover the K axis, where that is the same for every size
-    single_k: bool = False  # the K axis is covered by one tile and nothing else is looped over
-    pieces: bool = False  # a long reduction is cut into pieces, which meet in atomics
-    apart: bool = False  # or rather go to a workspace, piece by piece
-    counted: bool = False  # how many tasks there are is known on the device alone
-    waits: bool = False  # pieces of a row are summed by the program of the last
-    part: bool = False  # the kernel is a part of one, and given the number of its program
-    units: tuple[tuple[str, int], ...] = ()  # extents that are passed in units
-
-
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """Generated source, and the order in which arguments are passed."""
-
-    name: str
-    source: str
-    arguments: tuple[Argument, ...]
-
-
-def kernel_name(statement: str, suffix: str = "") -> str:
-    """What profilers and error messages show of a kernel: its statement, in letters. Two
-    underscores, which are always there, keep it apart from functions that kernels call.
-
-    >>> kernel_name("C[AM[p],n] += AV[p] * B[AK[p],n]")
-    'insum_C_AM_p_n__AV_p__B_AK_p_n'
-    >>> kernel_name("y[r[e]] max= x[c[e]] - 1", "pieces")
-    'insum_y_r_e_max__x_c_e__1__pieces'
-    """
-    parts = [re.sub(r"\W+", "_", part).strip("_") for part in re.split(r"[-+*/=<>]+", statement)]
-    name = "__".join(parts)[: LONGEST_NAME - len("insum___") - len(suffix)].rstrip("_")
-    return "__".join([f"insum_{name}", suffix] if suffix else [f"insum_{name}"])
+#: What is counted by the grid, and unpacked from it: a name, and how many there are.
+GridPart: TypeAlias = tuple[str, Tile]
+PID = Named("pid")
 
 
 @dataclass
@@ -93,73 +70,73 @@ class Frame:
     shape: Shape
     prefetch: bool = True
     lazy: bool = True
-    stages: dict[int, list[str]] = field(default_factory=lambda: {0: [], 1: [], 2: [], AFTER: []})
-    vars: dict[str, Val] = field(default_factory=dict)
-    masks: dict[str, Val] = field(default_factory=dict)  # axis -> in range
-    loaded: dict[tuple[Access, bool], Val] = field(default_factory=dict)
-    wrapped: dict[tuple[str, str, int], Val] = field(default_factory=dict)
-    point_masks: list[tuple[frozenset[str], Val]] = field(default_factory=list)
+    stages: dict[int, list[KernelLine]] = field(
+        default_factory=lambda: {0: [], 1: [], 2: [], AFTER: []}
+    )
+    vars: dict[str, Tile] = field(default_factory=dict)
+    masks: dict[str, Tile] = field(default_factory=dict)  # axis -> in range
+    loaded: dict[tuple[Access, bool], Tile] = field(default_factory=dict)
+    wrapped: dict[tuple[Tile, str, int], Tile] = field(default_factory=dict)
+    point_masks: list[tuple[frozenset[str], Tile]] = field(default_factory=list)
     # by where a padded index is there, what else then holds
-    implied: dict[str, set[str]] = field(default_factory=dict)
-    least: str = ""  # the least index that is one, by place of the K axis
+    implied: dict[Tile, set[Tile]] = field(default_factory=dict)
+    least: Tile | None = None  # the least index that is one, by place of the K axis
     arguments: dict[str, Argument] = field(default_factory=dict)
-    counters: list[str] = field(default_factory=list)  # how often each loop runs, outermost first
-    # stage-2 index loads: (name, line), to prefetch
-    index_lines: list[tuple[str, str]] = field(default_factory=list)
-    tail: list[str] = field(default_factory=list)  # after the outer loops
+    counters: list[Tile] = field(default_factory=list)  # how often each loop runs, outermost first
+    index_lines: list[Assignment] = field(default_factory=list)  # index loads of stage 2
+    tail: list[KernelLine] = field(default_factory=list)  # after the outer loops
     frame_lines: int = 0  # how many lines of stage 2 define loop variables
     late: bool = False
     earliest: int = 0  # the stage before which no value is read
-    deferred: list[Val] | None = (
+    deferred: list[Tile] | None = (
         None  # where a whole tile is not to be had, while operands are read
     )
     serial: int = 0
 
     # --- small tools ---
 
-    def arg(self, argument: Argument) -> str:
+    def arg(self, argument: Argument) -> Named:
         self.arguments.setdefault(argument.name, argument)
-        return argument.name
+        return Named(argument.name)
 
-    def parameter(self, name: str) -> str:
-        """An argument as the signature has it: Triton passes floats in 32 bits unless it is told
-        otherwise.
-        """
-        base = name.removesuffix("_number")
-        double = (
-            base in self.plan.numbers
-            and self.plan.accumulator == "float64"
-            and dict(self.plan.kinds)[base].startswith("float")
-        )
-        return f'{name}: "fp64"' if name != base and double else name
+    def pointer(self, tensor: str) -> Named:
+        return self.arg(Pointer(tensor))
 
-    def line(self, stage: int, text: str, axes: tuple[str, ...] | None = None) -> None:
-        comment = f"  # ({','.join(axes)})" if axes else ""
-        self.stages[AFTER if self.late and stage in (0, 1) else stage].append(text + comment)
+    def put(self, stage: int, line: KernelLine) -> None:
+        self.stages[AFTER if self.late and stage in (0, 1) else stage].append(line)
+
+    def assign(self, stage: int, name: str, value: TileLike, symbol: str = "=") -> Named:
+        """Give a value a name, from a stage on."""
+        found = tile(value)
+        self.put(stage, Assignment(name, found, symbol))
+        return Named(name, found.axes, stage)
+
+    def effect(self, stage: int, call: Tile | Effect) -> None:
+        self.put(stage, call if isinstance(call, Effect) else Effect(call))
 
     def name(self, base: str) -> str:
         self.serial += 1
         return f"{base}_v{self.serial}"
 
-    def define(self, base: str, value: Val) -> Val:
-        name = self.name(base)
-        self.line(value.stage, f"{name} = {value.text}", value.axes)
-        return Val(name, value.axes, value.stage)
+    def define(self, base: str, value: Tile, stage: int | None = None) -> Tile:
+        """Give a value a name of its own, as early as it is known, or from a ``stage`` on."""
+        return self.assign(value.stage if stage is None else stage, self.name(base), value)
 
-    def cast_index(self, text: str) -> str:
-        return f"({text}).to({'tl.int64' if self.plan.wide else 'tl.int32'})"
+    @property
+    def index_dtype(self) -> str:
+        return "tl.int64" if self.plan.wide else "tl.int32"
 
-    def widened(self, text: str) -> str:
+    def widened(self, value: Tile) -> Tile:
         """Loop counters and tile positions are 32-bit unless offsets are not."""
-        return f"tl.cast({text}, tl.int64)" if self.plan.wide else text
+        return apply("tl.cast", value, "tl.int64", over=value.axes) if self.plan.wide else value
 
-    def size(self, var: str) -> str:
+    def size(self, var: str) -> Tile:
         """The extent of a variable; in units it is known to be a multiple of them, and so are masks
         that compare with it: a condition for loads of several values at once.
         """
         unit = dict(self.shape.units).get(var, 1)
         name = self.arg(ExtentArgument(var, unit))
-        return name if unit == 1 else f"({name} * {unit})"
+        return name if unit == 1 else name * unit
 
     @property
     def eager(self) -> bool:
@@ -185,12 +162,30 @@ class Frame:
         roles = self.plan.roles
         return not set(roles.m if axis == "M" else roles.n) & kept
 
-    def over(self, axis: str) -> tuple[str, ...]:
-        """The axes of a value that runs along one axis."""
-        return Eager((axis,)) if self.eager else (axis,)
+    def arange(self, axis: str, length: int) -> Tile:
+        """Numbers along one axis."""
+        found = apply("tl.arange", 0, length, over=(axis,))
+        return Spread(found, Eager((axis,)), 0) if self.eager else found
 
-    def arange(self, axis: str, tile: int) -> str:
-        return f"tl.arange(0, {tile})" + (Eager.marks(axis) if self.eager else "")
+    def block(self, axes: TileAxes) -> Literal:
+        """The shape of a tile."""
+        return Literal(f"[{', '.join(str(self.tile(a)) for a in axes)}]")
+
+    def zeros(self, axes: TileAxes) -> Tile:
+        dtype = f"tl.{self.plan.accumulator}"
+        return apply("tl.zeros", self.block(axes), over=axes, dtype=dtype)
+
+    def tile_axes(self) -> TileAxes:
+        roles = self.plan.roles
+        return tuple(a for a, v in (("M", roles.m), ("K", roles.k), ("N", roles.n)) if v)
+
+    def tile(self, axis: str) -> int:
+        return {
+            "M": self.config.m,
+            "N": self.config.n,
+            "K": self.config.k,
+            "I": power_of_two(self.shape.onehot),
+        }[axis]
 
     # --- the frame: program ids, axes, loops ---
 
@@ -200,25 +195,26 @@ class Frame:
         self.axis("N", self.plan.roles.n, self.config.n, self.shape.even_n)
         self.segment_bounds()
         for var in self.plan.roles.outer:
-            self.vars[var] = Val(f"{var}_i", (), 1)
+            self.vars[var] = Named(f"{var}_i", (), 1)
         self.loops()
         self.frame_lines = len(self.stages[2])
 
-    def program_id(self) -> str:
-        return "pid = tl.program_id(0)" + (".to(tl.int64)" if self.plan.wide else "")
+    def program_id(self) -> Assignment:
+        number = apply("tl.program_id", 0)
+        return Assignment(PID.name, number.to("tl.int64") if self.plan.wide else number)
 
     def program_ids(self) -> None:
         """The one-dimensional grid, unpacked with the fastest part first."""
         plan, roles = self.plan, self.plan.roles
         if not self.shape.part:
-            self.line(0, self.program_id())
-        parts: list[tuple[str, str]] = []
+            self.put(0, self.program_id())
+        parts: list[GridPart] = []
         if roles.n:
-            parts.append(("n_tile", f"tl.cdiv({self.axis_size(roles.n)}, {self.config.n})"))
+            parts.append(("n_tile", cdiv(self.axis_size(roles.n), self.config.n)))
         if roles.m:
-            parts.append(("m_tile", f"tl.cdiv({self.m_count()}, {self.config.m})"))
-        if plan.segment and not plan.segment.tiled:
-            parts.insert(0, (f"{plan.segment.row}_i", self.size(plan.segment.row)))
+            parts.append(("m_tile", cdiv(self.m_count(), self.config.m)))
+        row = [plan.segment.row] if plan.segment and not plan.segment.tiled else []
+        parts = [*((f"{v}_i", self.size(v)) for v in row), *parts]
         parts += [
             (f"{v}_i", self.size(v))
             for v in reversed(roles.grid)
@@ -231,131 +227,119 @@ class Frame:
             parts = parts[2:]
         for position, (name, count) in enumerate(parts):
             last = position == len(parts) - 1
-            self.line(0, f"{name} = pid" if last else f"{name} = pid % {count}")
+            self.assign(0, name, PID if last else PID % count)
             if not last:
-                self.line(0, f"pid = pid // {count}")
-        for var in (
-            *roles.grid,
-            *([plan.segment.row] if plan.segment and not plan.segment.tiled else []),
-        ):
-            self.vars[var] = Val(f"{var}_i")
+                self.assign(0, PID.name, PID // count)
+        for var in (*roles.grid, *row):
+            self.vars[var] = Named(f"{var}_i")
 
-    def grouped(self, fast: tuple[str, str], slow: tuple[str, str], *, last: bool) -> None:
+    def grouped(self, fast: GridPart, slow: GridPart, *, last: bool) -> None:
         """The two fastest parts of the grid in groups: ``config.group`` places of the slower one
         before the next of the faster.
         """
-        (fast_name, fast_count), (slow_name, slow_count), group = fast, slow, self.config.group
-        self.line(0, f"fast_count = {fast_count}")
-        self.line(0, f"slow_count = {slow_count}")
-        self.line(0, "place = pid" if last else "place = pid % (fast_count * slow_count)")
+        group = self.config.group
+        fast_count = self.assign(0, "fast_count", fast[1])
+        slow_count = self.assign(0, "slow_count", slow[1])
+        place = self.assign(0, "place", PID if last else PID % (fast_count * slow_count))
         if not last:
-            self.line(0, "pid = pid // (fast_count * slow_count)")
-        self.line(0, f"group_first = place // (fast_count * {group}) * {group}")
-        self.line(0, f"group_size = tl.minimum(slow_count - group_first, {group})")
-        self.line(0, f"place = place % (fast_count * {group})")
-        self.line(0, f"{slow_name} = group_first + place % group_size")
-        self.line(0, f"{fast_name} = place // group_size")
+            self.assign(0, PID.name, PID // (fast_count * slow_count))
+        first = self.assign(0, "group_first", place // (fast_count * group) * group)
+        size = self.assign(0, "group_size", apply("tl.minimum", slow_count - first, group))
+        self.assign(0, "place", place % (fast_count * group))
+        self.assign(0, slow[0], first + place % size)
+        self.assign(0, fast[0], place // size)
 
-    def m_count(self) -> str:
+    def m_count(self) -> Tile:
         if self.plan.segment is None or not self.plan.segment.tiled:
             return self.axis_size(self.plan.roles.m)
         last, first = self.arg(Count("task_last")), self.arg(Count("task_first"))
-        return self.row_count(f"({last} - {first})")
+        return self.row_count(last - first)
 
-    def row_count(self, tasks: str) -> str:
-        return " * ".join([tasks, *(self.size(v) for v in self.plan.roles.m[1:])])
+    def row_count(self, tasks: Tile) -> Tile:
+        return product([tasks, *(self.size(v) for v in self.plan.roles.m[1:])])
 
-    def row_programs(self, tasks: str) -> str:
+    def row_programs(self, tasks: Tile) -> Tile:
         """How many programs so many tasks take."""
         roles, config = self.plan.roles, self.config
-        columns = [f"tl.cdiv({self.axis_size(roles.n)}, {config.n})"] if roles.n else []
+        columns = [cdiv(self.axis_size(roles.n), config.n)] if roles.n else []
         grid = [self.size(v) for v in roles.grid]
-        return " * ".join([f"tl.cdiv({self.row_count(tasks)}, {config.m})", *columns, *grid])
+        return product([cdiv(self.row_count(tasks), config.m), *columns, *grid])
 
-    def axis_size(self, axis: tuple[str, ...]) -> str:
-        return (
-            self.size(axis[0])
-            if len(axis) == 1
-            else "(" + " * ".join(self.size(v) for v in axis) + ")"
-        )
+    def axis_size(self, axis: tuple[str, ...]) -> Tile:
+        return product([self.size(v) for v in axis])
 
-    def axis(self, axis: str, variables_: tuple[str, ...], tile: int, even: bool) -> None:
+    def axis(self, axis: str, variables_: tuple[str, ...], length: int, even: bool) -> None:
         if not variables_:
             return
         if axis == "M" and self.plan.segment and self.plan.segment.tiled:
             return self.row_axis()
         low = axis.lower()
-        flat = f"{variables_[0]}_i" if len(variables_) == 1 else f"{low}_flat"
-        self.line(0, f"{flat} = {low}_tile * {tile} + {self.arange(axis, tile)}", (axis,))
+        name = f"{variables_[0]}_i" if len(variables_) == 1 else f"{low}_flat"
+        flat = self.assign(0, name, Named(f"{low}_tile") * length + self.arange(axis, length))
         if not even:
-            self.line(0, f"{low}_ok = {flat} < {self.axis_size(variables_)}", (axis,))
-            self.masks[axis] = Val(f"{low}_ok", self.over(axis))
+            self.masks[axis] = self.assign(0, f"{low}_ok", flat < self.axis_size(variables_))
         if len(variables_) == 1:
-            self.vars[variables_[0]] = Val(flat, self.over(axis))
+            self.vars[variables_[0]] = flat
             return
         rest = flat
         for depth, var in enumerate(reversed(variables_)):
             first = var == variables_[0]
-            self.line(
-                0, f"{var}_i = {rest}" if first else f"{var}_i = {rest} % {self.size(var)}", (axis,)
-            )
-            self.vars[var] = Val(f"{var}_i", self.over(axis))
+            self.vars[var] = self.assign(0, f"{var}_i", rest if first else rest % self.size(var))
             if not first:
-                self.line(0, f"{low}_rest{depth} = {rest} // {self.size(var)}", (axis,))
-                rest = f"{low}_rest{depth}"
+                rest = self.assign(0, f"{low}_rest{depth}", rest // self.size(var))
 
     def row_axis(self) -> None:
         """Several tasks (pieces of rows) in one tile: each has its start, end and destination."""
         segment = self.plan.segment
         assert segment is not None
-        place, beside = (
-            f"m_tile * {self.config.m} + tl.arange(0, {self.config.m})",
-            self.plan.roles.m[1:],
-        )
-        for var in beside:
-            self.line(0, f"m_flat = {place}", ("M",))
-            self.line(0, f"{var}_i = m_flat % {self.size(var)}", ("M",))
-            self.vars[var] = Val(f"{var}_i", ("M",))
-            place = f"m_flat // {self.size(var)}"
-        self.line(0, f"task = {self.arg(Count('task_first'))} + {place}", ("M",))
-        last = self.arg(Count("task_last"))
+        place = Named("m_tile") * self.config.m + apply("tl.arange", 0, self.config.m, over=("M",))
+        for var in self.plan.roles.m[1:]:
+            flat = self.assign(0, "m_flat", place)
+            self.vars[var] = self.assign(0, f"{var}_i", flat % self.size(var))
+            place = flat // self.size(var)
+        first = self.arg(Count("task_first"))
+        task = self.assign(0, "task", chain("+", first, place))
+        last: Tile = self.arg(Count("task_last"))
         if self.shape.counted:
-            last = f"tl.minimum({last}, tl.load({self.arg(Pointer(COUNT))}))"
-        self.line(0, f"m_ok = task < {last}", ("M",))
-        for name, array in (("start", START), ("end", END), ("row", ROW)):
-            loaded = f"tl.load({self.arg(Pointer(array))} + task, mask=m_ok, other=0)"
-            self.line(0, f"seg_{name} = {self.widened(loaded)}", ("M",))
-        self.masks["M"] = Val("m_ok", ("M",))
+            last = apply("tl.minimum", last, load(self.pointer(COUNT)))
+        inside = self.masks["M"] = self.assign(0, "m_ok", task < last)
+        bounds = {
+            name: self.assign(
+                0, f"seg_{name}", self.widened(load(self.pointer(array) + task, inside, 0))
+            )
+            for name, array in (("start", START), ("end", END), ("row", ROW))
+        }
+        start, row = bounds["start"], bounds["row"]
         if self.plan.home is not None:  # of a row without entries nothing is computed
-            self.line(0, "seg_first = tl.where(seg_start < seg_end, seg_start, 0)", ("M",))
-        self.line(
-            0,
-            f"{segment.row}_i = tl.where(seg_row >= 0, seg_row, 0)"
-            if self.plan.split
-            else f"{segment.row}_i = seg_row",
-            ("M",),
-        )
-        self.vars[segment.row] = Val(f"{segment.row}_i", ("M",))
+            self.assign(0, "seg_first", where(start < bounds["end"], start, 0))
+        there = where(row >= 0, row, 0) if self.plan.split else row
+        self.vars[segment.row] = self.assign(0, f"{segment.row}_i", there)
         if self.shape.waits:
-            at = f"{self.arg(Pointer(CUT_ROW))} + (-1 - seg_row)"
-            loaded = f"tl.load({at}, mask=seg_row < 0, other=-2)"
-            self.line(0, f"cut_row = {self.widened(loaded)}", ("M",))
+            at = self.pointer(CUT_ROW) + (tile(-1) - row)
+            self.assign(0, "cut_row", self.widened(load(at, row < 0, -2)))
 
     def segment_bounds(self) -> None:
         segment = self.plan.segment
         if segment and not segment.tiled:
             for name, array in (("start", START), ("end", END)):
-                loaded = f"tl.load({self.arg(Pointer(array))} + {segment.row}_i)"
-                self.line(0, f"seg_{name} = {self.widened(loaded)}")
+                at = self.pointer(array) + Named(f"{segment.row}_i")
+                self.assign(0, f"seg_{name}", self.widened(load(at)))
+
+    @property
+    def bounds(self) -> tuple[Named, Named]:
+        """Where the segment, or that of each row of the tile, begins and ends."""
+        axes = ("M",) if self.plan.segment and self.plan.segment.tiled else ()
+        return Named("seg_start", axes), Named("seg_end", axes)
 
     # --- the contraction's loop: one flat counter over segment, looped variables and tiles of K ---
 
     def loops(self) -> None:
         roles, segment = self.plan.roles, self.plan.segment
-        counts: list[tuple[str, Callable[[str], None]]] = []
+        counts: list[tuple[Tile, Callable[[Tile], None]]] = []
         in_k = bool(segment and segment.var in roles.k)
         if segment and not in_k and segment.var not in roles.outer:
-            counts.append(("seg_end - seg_start", self.scalar_segment))
+            start, end = self.bounds
+            counts.append((end - start, self.scalar_segment))
         counts += [
             (self.size(v), self.scalar_loop(v))
             for v in roles.loops
@@ -365,20 +349,21 @@ class Frame:
             self.whole_k_axis()
         elif roles.k:
             # the counter of a loop is divided by it: cheap where it is a number of the code
-            known = str(self.shape.k_tiles) if counts and self.shape.k_tiles else ""
-            counts.append((known or self.k_count(in_k), self.k_axis))
+            known = tile(self.shape.k_tiles) if counts and self.shape.k_tiles else None
+            counts.append((self.k_count(in_k) if known is None else known, self.k_axis))
         self.unpack_counter(counts)
 
-    def k_count(self, in_k: bool) -> str:
+    def k_count(self, in_k: bool) -> Tile:
         if not in_k:
-            return f"tl.cdiv({self.size(self.plan.roles.k[0])}, {self.config.k})"
-        segment = self.plan.segment
+            return cdiv(self.size(self.plan.roles.k[0]), self.config.k)
+        segment, (start, end) = self.plan.segment, self.bounds
         assert segment is not None
         if self.uneven:
-            self.line(0, f"seg_length = (seg_end - seg_start) * {self.shape.inner}")
-            return f"tl.cdiv(seg_length, {self.config.k})"
-        length = "tl.max(seg_end - seg_start, 0)" if segment.tiled else "seg_end - seg_start"
-        return f"tl.cdiv({length}, {self.slots})" if self.slots > 1 else length
+            return cdiv(
+                self.assign(0, "seg_length", (end - start) * self.shape.inner), self.config.k
+            )
+        length = apply("tl.max", end - start, 0, over=()) if segment.tiled else end - start
+        return cdiv(length, self.slots) if self.slots > 1 else length
 
     @property
     def uneven(self) -> bool:
@@ -390,59 +375,52 @@ class Frame:
         """Entries of the segment that one tile of K holds."""
         return max(1, self.config.k // self.shape.inner)
 
-    def unpack_counter(self, counts: list[tuple[str, Callable[[str], None]]]) -> None:
+    def unpack_counter(self, counts: list[tuple[Tile, Callable[[Tile], None]]]) -> None:
         self.counters = [count for count, _ in counts]
-        rest = "t"
+        rest: Tile = STEP
         for position, (count, define) in reversed(list(enumerate(counts))):
             if position == 0:
                 define(rest)
                 continue
-            self.line(0, f"count{position} = {count}")
-            self.line(2, f"counter{position} = {rest} % count{position}")
-            self.line(2, f"rest{position} = {rest} // count{position}")
-            rest = f"rest{position}"
-            define(f"counter{position}")
+            held = self.assign(0, f"count{position}", count)
+            counter = self.assign(2, f"counter{position}", rest % held)
+            rest = self.assign(2, f"rest{position}", rest // held)
+            define(counter)
 
-    def scalar_segment(self, counter: str) -> None:
+    def scalar_segment(self, counter: Tile) -> None:
         segment = self.plan.segment
         assert segment is not None
-        self.line(2, f"{segment.var}_i = seg_start + {counter}")
-        self.vars[segment.var] = Val(f"{segment.var}_i", (), 2)
+        self.vars[segment.var] = self.assign(2, f"{segment.var}_i", self.bounds[0] + counter)
 
-    def scalar_loop(self, var: str) -> Callable[[str], None]:
-        def define(counter: str) -> None:
-            self.line(2, f"{var}_i = {self.widened(counter)}")
-            self.vars[var] = Val(f"{var}_i", (), 2)
+    def scalar_loop(self, var: str) -> Callable[[Tile], None]:
+        def define(counter: Tile) -> None:
+            self.vars[var] = self.assign(2, f"{var}_i", self.widened(counter))
 
         return define
 
-    def k_axis(self, counter: str) -> None:
+    def k_axis(self, counter: Tile) -> None:
         roles, segment = self.plan.roles, self.plan.segment
         if segment and segment.var in roles.k:
             return self.segment_k_axis(counter)
-        var, tile = roles.k[0], self.config.k
-        self.line(
-            2, f"{var}_i = {self.widened(counter)} * {tile} + {self.arange('K', tile)}", ("K",)
-        )
-        self.vars[var] = Val(f"{var}_i", self.over("K"), 2)
-        if not self.shape.even_k:
-            self.line(2, f"k_ok = {var}_i < {self.size(var)}", ("K",))
-            self.masks["K"] = Val("k_ok", self.over("K"), 2)
+        length = self.config.k
+        self.whole_k_axis(self.widened(counter) * length)
 
-    def whole_k_axis(self) -> None:
-        """One tile holds all of K: it is the same in every step of what is looped over."""
-        var = self.plan.roles.k[0]
-        self.line(0, f"{var}_i = {self.arange('K', self.config.k)}", ("K",))
-        self.vars[var] = Val(f"{var}_i", self.over("K"))
+    def whole_k_axis(self, first: Tile | None = None) -> None:
+        """The places of one tile of K. Where it holds all of K, and begins nowhere else than at the
+        ``first``, it is the same in every step of what is looped over.
+        """
+        var, along, stage = self.plan.roles.k[0], self.arange("K", self.config.k), 0
+        if first is not None:
+            along, stage = first + along, 2
+        place = self.vars[var] = self.assign(stage, f"{var}_i", along)
         if not self.shape.even_k:
-            self.line(0, f"k_ok = {var}_i < {self.size(var)}", ("K",))
-            self.masks["K"] = Val("k_ok", self.over("K"))
+            self.masks["K"] = self.assign(stage, "k_ok", place < self.size(var))
 
-    def segment_k_axis(self, counter: str) -> None:
+    def segment_k_axis(self, counter: Tile) -> None:
         """K runs over entries of the segment, each with ``inner`` values of the variable flattened
         under it.
         """
-        roles, segment, tile, inner = (
+        roles, segment, length, inner = (
             self.plan.roles,
             self.plan.segment,
             self.config.k,
@@ -451,57 +429,33 @@ class Frame:
         assert segment is not None
         if self.uneven:
             return self.uneven_k_axis(counter)
-        slots = self.slots
+        slots, (start, end) = self.slots, self.bounds
         if len(roles.k) == 2:
-            self.line(
-                0,
-                f"k_inner = {self.arange('K', tile)}" + (f" % {inner}" if slots > 1 else ""),
-                ("K",),
-            )
-            self.vars[roles.k[1]] = Val("k_inner", self.over("K"))
+            along = self.arange("K", length)
+            value = self.assign(0, "k_inner", along % inner if slots > 1 else along)
+            self.vars[roles.k[1]] = value
         if slots == 1 and not segment.tiled and len(roles.k) == 2:
-            self.line(2, f"{segment.var}_i = seg_start + {counter}")
-            self.vars[segment.var] = Val(f"{segment.var}_i", (), 2)
-            if inner < tile:
-                self.line(0, f"k_ok = k_inner < {inner}", ("K",))
-                self.masks["K"] = Val("k_ok", self.over("K"))
+            self.vars[segment.var] = self.assign(2, f"{segment.var}_i", start + counter)
+            if inner < length:
+                self.masks["K"] = self.assign(0, "k_ok", self.vars[roles.k[1]] < inner)
             return
-        self.line(
-            0, f"k_slot = {self.arange('K', tile)}" + (f" // {inner}" if inner > 1 else ""), ("K",)
-        )
-        base = f"seg_start + {counter} * {slots}" if slots > 1 else f"seg_start + {counter}"
-        axes = ("M", "K") if segment.tiled else self.over("K")
-        if segment.tiled:
-            self.line(2, f"{segment.var}_i = ({base})[:, None] + k_slot[None, :]", axes)
-            self.line(2, f"k_ok = {segment.var}_i < seg_end[:, None]", axes)
+        along = self.arange("K", length)
+        slot = self.assign(0, "k_slot", along // inner if inner > 1 else along)
+        base = start + counter * slots if slots > 1 else start + counter
+        if not segment.tiled and slots * inner < length:
+            end_of_tile: Tile = apply("tl.minimum", base + slots, end)
         else:
-            end = f"tl.minimum({base} + {slots}, seg_end)" if slots * inner < tile else "seg_end"
-            self.line(2, f"{segment.var}_i = {base} + k_slot", axes)
-            self.line(2, f"k_ok = {segment.var}_i < {end}", axes)
-        self.vars[segment.var] = Val(f"{segment.var}_i", axes, 2)
-        self.masks["K"] = Val("k_ok", axes, 2)
+            end_of_tile = end
+        place = self.vars[segment.var] = self.assign(2, f"{segment.var}_i", base + slot)
+        self.masks["K"] = self.assign(2, "k_ok", place < end_of_tile)
 
-    def uneven_k_axis(self, counter: str) -> None:
+    def uneven_k_axis(self, counter: Tile) -> None:
         """K runs through the values of all entries of the segment, one after the other."""
-        segment, tile, inner = self.plan.segment, self.config.k, self.shape.inner
+        segment, length, inner = self.plan.segment, self.config.k, self.shape.inner
         assert segment is not None
-        axes = self.over("K")
-        self.line(2, f"k_flat = {self.widened(counter)} * {tile} + {self.arange('K', tile)}", axes)
-        self.line(2, f"{segment.var}_i = seg_start + k_flat // {inner}", axes)
-        self.line(2, f"k_inner = k_flat % {inner}", axes)
-        self.line(2, "k_ok = k_flat < seg_length", axes)
-        self.vars[segment.var] = Val(f"{segment.var}_i", axes, 2)
-        self.vars[self.plan.roles.k[1]] = Val("k_inner", axes, 2)
-        self.masks["K"] = Val("k_ok", axes, 2)
-
-    def tile_axes(self) -> tuple[str, ...]:
-        roles = self.plan.roles
-        return tuple(a for a, v in (("M", roles.m), ("K", roles.k), ("N", roles.n)) if v)
-
-    def tile(self, axis: str) -> int:
-        return {
-            "M": self.config.m,
-            "N": self.config.n,
-            "K": self.config.k,
-            "I": power_of_two(self.shape.onehot),
-        }[axis]
+        along = self.widened(counter) * length + self.arange("K", length)
+        flat = self.assign(2, "k_flat", along)
+        entry = self.assign(2, f"{segment.var}_i", self.bounds[0] + flat // inner)
+        self.vars[segment.var] = entry
+        self.vars[self.plan.roles.k[1]] = self.assign(2, "k_inner", flat % inner)
+        self.masks["K"] = self.assign(2, "k_ok", flat < Named("seg_length"))

@@ -4,7 +4,7 @@ backend accept them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from insum.codegen.ir import Tile, apply, chain, operation, where
 
 #: What says that a piece of a row is there: a number that neither arithmetic nor indices come to.
 MARK = 0x7FF7A3C5FFF2D10B
@@ -193,70 +193,85 @@ _MOST_FACTORS = 2**63
 COMPARED = {"eq": "==", "ne": "!=", "lt": "<", "le": "<="}
 
 
-def prelude(lines: Iterable[str]) -> list[str]:
-    """The helpers that lines of a kernel call, each behind those that it calls itself."""
-    needed = {key for key in PRELUDE if any(key in line for line in lines)}
+def prelude(text: str) -> list[str]:
+    """The helpers that the text of a kernel calls, each behind those that it calls itself."""
+    needed = {key for key in PRELUDE if key in text}
     for key, below in _BELOW.items():  # those that call others stand first here
         needed |= {below} if key in needed else set()
-    return [text for key, text in PRELUDE.items() if key in needed]
+    return [helper for key, helper in PRELUDE.items() if key in needed]
 
 
-def reduced(reduce: str, value: str, axis: int) -> str:
+def reduced(reduce: str, value: Tile, axis: str) -> Tile:
     """All of one axis, as torch reduces it: what meets NaN is NaN."""
-    return (
-        f"tl.sum({value}, axis={axis})"
-        if reduce == "sum"
-        else f"tl.reduce({value}, {axis}, insum_{reduce})"
-    )
+    number, kept = value.axes.index(axis), tuple(a for a in value.axes if a != axis)
+    if reduce == "sum":
+        return apply("tl.sum", value, over=kept, axis=number)
+    return apply("tl.reduce", value, number, f"insum_{reduce}", over=kept)
 
 
-def call(function: str, args: list[str], numbers: list[float], dtype: str) -> str:
-    """A function of these texts; ``numbers`` are what stands behind its arguments."""
+def merged(reduce: str, one: Tile, other: Tile) -> Tile:
+    """Two parts of a reduction."""
+    return chain("+", one, other) if reduce == "sum" else apply(f"insum_{reduce}", one, other)
+
+
+def identity(reduce: str, dtype: str) -> str:
+    """What a reduction starts from."""
+    if reduce == "sum":
+        return "0"
+    sign = "-" if reduce == "max" else ""
+    if "float" in dtype:
+        return f'float("{sign}inf")'
+    most = 2**63 if dtype == "int64" else 2**31
+    return str(-most if sign else most - 1)
+
+
+def called(function: str, args: list[Tile], numbers: list[float], dtype: str) -> Tile:
+    """A function of tiles; ``numbers`` are what stands behind its arguments."""
     x = args[0]
     match function:
         case "exp" | "log" | "sqrt" | "abs" | "sin" | "cos" | "erf" | "sigmoid":
-            return f"tl.{function}({x})"
+            return apply(f"tl.{function}", x)
         case "relu":
-            return f"tl.maximum({x}, 0, propagate_nan=tl.PropagateNan.ALL)"
+            return apply("tl.maximum", x, 0, propagate_nan="tl.PropagateNan.ALL")
         case "maximum" | "minimum":
-            return f"tl.{function}({x}, {args[1]}, propagate_nan=tl.PropagateNan.ALL)"
+            return apply(f"tl.{function}", x, args[1], propagate_nan="tl.PropagateNan.ALL")
         case "tanh" | "expm1" | "log1p" | "softplus" | "silu" | "gelu":
-            return f"insum_{function}({x})"
+            return apply(f"insum_{function}", x)
         case "leaky_relu" | "elu":
-            return f"insum_{function}({x}, {_typed(numbers[0], dtype)})"
+            return apply(f"insum_{function}", x, _typed(numbers[0], dtype))
         case "pow":
             return _power(x, numbers[0], dtype)
         case "reciprocal":
-            return f"(1.0 / ({x}))"
+            return operation("/", "1.0", x)
         case "where":
-            return f"tl.where(({x}) != 0, {args[1]}, {args[2]})"
+            return where(x.differs(0), args[1], args[2])
         case "sign":
-            return f"(({x}) > 0).to(tl.{dtype}) - (({x}) < 0).to(tl.{dtype})"
+            return ((x > 0).to(f"tl.{dtype}") - (x < 0).to(f"tl.{dtype}")).grouped()
         case "step":
-            return f"(({x}) > 0).to(tl.{dtype})"
+            return (x > 0).to(f"tl.{dtype}")
         case "eq" | "ne" | "lt" | "le":
-            return f"(({x}) {COMPARED[function]} ({args[1]})).to(tl.{dtype})"
+            return operation(COMPARED[function], x, args[1]).to(f"tl.{dtype}")
         case "conj" | "whole":
             return x
     raise AssertionError(function)
 
 
-def _typed(number: float, dtype: str) -> str:
+def _typed(number: float, dtype: str) -> Tile:
     """By itself Triton would take a number for a float32."""
-    return f"tl.full([], {number!r}, tl.{dtype})"
+    return apply("tl.full", "[]", repr(number), f"tl.{dtype}")
 
 
-def _power(x: str, exponent: float, dtype: str) -> str:
+def _power(x: Tile, exponent: float, dtype: str) -> Tile:
     match exponent:
         case 0:
-            return f"(({x}) == ({x})).to(tl.{dtype}) * 0 + 1"
+            return x.equals(x).to(f"tl.{dtype}") * 0 + 1
         case 0.5:
-            return f"tl.sqrt({x})"
+            return apply("tl.sqrt", x)
         case -0.5:
-            return f"tl.rsqrt({x})"
+            return apply("tl.rsqrt", x)
     whole = float(exponent).is_integer()
     if whole and abs(exponent) < _MOST_FACTORS:
         times = abs(int(exponent))
-        product = f"insum_power({x}, {times}, {times.bit_length()})"
-        return product if exponent > 0 else f"(1.0 / {product})"
-    return f"insum_pow({x}, {_typed(exponent, dtype)}, {whole})"
+        product = apply("insum_power", x, times, times.bit_length())
+        return product if exponent > 0 else operation("/", "1.0", product)
+    return apply("insum_pow", x, _typed(exponent, dtype), str(whole))

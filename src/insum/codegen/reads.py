@@ -4,14 +4,30 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 
 import torch
 
-from insum.codegen.arguments import Count, Length, Passed, Pointer, Stride
+from insum.codegen.arguments import Count, Length, Passed, Stride
 from insum.codegen.frame import Frame
-from insum.codegen.functions import COMPARED, call
-from insum.codegen.values import Val, combine, narrow_first, union
+from insum.codegen.functions import COMPARED, called
+from insum.codegen.ir import (
+    Assignment,
+    Literal,
+    Named,
+    Operation,
+    Tile,
+    TileAxes,
+    apply,
+    chain,
+    combine,
+    distinct,
+    load,
+    narrow_first,
+    operation,
+    tile,
+    union,
+    where,
+)
 from insum.lang.expr import (
     FUNCTIONS,
     Access,
@@ -38,61 +54,65 @@ class Reads:
         self.frame, self.plan = frame, frame.plan
         self.at_first = False  # whether what is read is read at the first entry of a row
 
-    def index(self, index: Affine) -> Val:
+    def index(self, index: Affine) -> Tile:
         parts = [self.scaled(c, self.atom(a)) for c, a in index.terms]
         if index.offset or not parts:
-            parts.append(Val(str(index.offset)))
+            parts.append(tile(index.offset))
         return combine(parts, "+")
 
-    def scaled(self, coefficient: int, value: Val) -> Val:
-        return value if coefficient == 1 else combine([value, Val(str(coefficient))], "*")
+    def scaled(self, coefficient: int, value: Tile) -> Tile:
+        return value if coefficient == 1 else combine([value, tile(coefficient)], "*")
 
-    def atom(self, atom: Var | Access) -> Val:
+    def atom(self, atom: Var | Access) -> Tile:
         return (
             self.frame.vars[atom.name] if isinstance(atom, Var) else self.load(atom, as_index=True)
         )
 
-    def offset(self, access: Access, of: str = "") -> Val:
+    def offset(self, access: Access, of: str = "") -> Tile:
         """Offset in elements; parts over the same axes are added first, so that two-dimensional
         arithmetic is done once. ``of``: another tensor that is read at the same places, but for
         those along which it repeats itself.
         """
-        by_axes: dict[tuple[str, ...], list[Val]] = {}
+        by_axes: dict[TileAxes, list[Tile]] = {}
         for dim, unit in enumerate(self.units(of or access.tensor)):
             if of and unit == 0:
                 continue
             value = self.place(access, dim)
-            stride = self.stride(of or access.tensor, dim, unit)
-            text = value.text if unit == 1 else f"{_times(value.text)} * {stride}"
-            by_axes.setdefault(value.axes, []).append(Val(text, value.axes, value.stage))
+            if unit != 1:
+                value = value * self.stride(of or access.tensor, dim, unit)
+            by_axes.setdefault(value.axes, []).append(value)
         if not by_axes:
-            return Val("0")
+            return tile(0)
         return combine([combine(parts, "+") for parts in by_axes.values()], "+")
+
+    def address(self, access: Access, offset: Tile) -> Tile:
+        pointer = self.frame.pointer(access.tensor)
+        return chain("+", pointer, offset) if access.indices else pointer
 
     def units(self, tensor: str) -> tuple[int, ...]:
         return dict(self.plan.strides)[tensor].units
 
-    def stride(self, tensor: str, dim: int, unit: int) -> str:
+    def stride(self, tensor: str, dim: int, unit: int) -> Tile:
         """In units the stride is known to be a multiple of them: a condition for loads of several
         values at once.
         """
         if unit >= 0:
-            return str(unit)
+            return tile(unit)
         if tensor == FITTED:
             lengths = [FITTED_ROWS, FITTED_ROW][dim - len(self.units(tensor)) + 1 :]
-            return f"({' * '.join(self.frame.arg(Count(n)) for n in lengths)} * {-unit})"
+            return operation("*", *(self.frame.arg(Count(n)) for n in lengths), -unit)
         name = self.frame.arg(Stride(tensor, self.dimension(tensor, dim), -unit))
-        return name if unit == -1 else f"({name} * {-unit})"
+        return name if unit == -1 else name * -unit
 
     def dimension(self, tensor: str, dim: int) -> int:
         """The tensor's own dimension, where the plan walks several as one."""
         first, count = dict(self.plan.views).get(tensor, (dim, 1))
         return dim if dim < first else dim + count - 1
 
-    def length(self, tensor: str, dim: int) -> str:
+    def length(self, tensor: str, dim: int) -> Tile:
         return self.frame.arg(Length(tensor, self.dimension(tensor, dim)))
 
-    def place(self, access: Access, dim: int) -> Val:
+    def place(self, access: Access, dim: int) -> Tile:
         """The place that a dimension is accessed at; negative ones count from the end where the
         statement came from a program in which they do.
         """
@@ -100,13 +120,10 @@ class Reads:
         value, atom = self.index(index), index.atom
         if not isinstance(atom, Access) or atom.tensor not in self.plan.wraps:
             return value
-        key = value.text, access.tensor, dim
+        key = value, access.tensor, dim
         if key not in self.frame.wrapped:
-            length = self.length(access.tensor, dim)
-            text = f"tl.where({value.text} < 0, {value.text} + {length}, {value.text})"
-            self.frame.wrapped[key] = self.define_load(
-                atom, Val(text, value.axes, value.stage), True
-            )
+            behind = where(value < 0, value + self.length(access.tensor, dim), value)
+            self.frame.wrapped[key] = self.define_load(atom, behind, True)
         return self.frame.wrapped[key]
 
     def guarded(self, access: Access) -> list[int]:
@@ -117,7 +134,7 @@ class Reads:
             if (access.tensor, self.dimension(access.tensor, dim)) in self.plan.guarded
         ]
 
-    def ranges(self, access: Access, *, inner: bool = False) -> list[Val]:
+    def ranges(self, access: Access, *, inner: bool = False) -> list[Tile]:
         """Where unchecked indices are in range: nothing else is read or written. ``inner``: also
         those inside of indices, where they decide what is written to.
         """
@@ -125,29 +142,26 @@ class Reads:
         found = [v for a in nested for v in self.ranges(a, inner=True)]
         for dim in self.guarded(access):
             value = self.place(access, dim)
-            text = _times(value.text)
-            inside = f"(0 <= {text}) & ({text} < {self.length(access.tensor, dim)})"
-            found.append(Val(f"({inside})", value.axes, value.stage))
+            inside = (tile(0) <= value) & (value < self.length(access.tensor, dim))
+            found.append(inside.grouped())
         return found
 
-    def offences(self, access: Access) -> list[Val]:
+    def offences(self, access: Access) -> list[Tile]:
         """Where an unchecked index is out of range, of an access and of those inside its indices.
         A point that padding marks as absent has no index.
         """
         found = [v for i in access.indices for a in accesses(i) for v in self.offences(a)]
         for dim in self.guarded(access):
             value = self.place(access, dim)
-            text = _times(value.text)
-            outside = f"(({text} < 0) | ({text} >= {self.length(access.tensor, dim)}))"
+            outside = (value < 0) | (value >= self.length(access.tensor, dim))
             masks = [m for axis, m in self.frame.masks.items() if set(m.axes) <= set(value.axes)]
             for inner in accesses(access.indices[dim]):
                 if inner.tensor in self.plan.padded:
-                    read = self.load(inner, as_index=True)
-                    masks.append(Val(f"({read.text} != -1)", read.axes, read.stage))
-            found.append(combine([*distinct(masks), Val(outside, value.axes, value.stage)], "&"))
+                    masks.append(self.load(inner, as_index=True).differs(-1))
+            found.append(combine([*distinct(masks), outside], "&"))
         return found
 
-    def mask_of(self, access: Access, offset: Val, *, as_index: bool) -> Val | None:
+    def mask_of(self, access: Access, offset: Tile, *, as_index: bool) -> Tile | None:
         masks = [
             m
             for axis, m in self.frame.masks.items()
@@ -161,34 +175,31 @@ class Reads:
         masks += self.ranges(access)
         # An index load that is out of range itself yields padding, so the padding's mask covers its
         # axes.
-        covered = {axis for m in masks if m.text.endswith(">= 0)") for axis in m.axes}
-        masks = [m for m in masks if m.text.endswith(">= 0)") or not set(m.axes) <= covered]
+        covered = {axis for m in masks if _is_presence(m) for axis in m.axes}
+        masks = [m for m in masks if _is_presence(m) or not set(m.axes) <= covered]
         masks = distinct(masks)
         if not as_index:
             masks = self.compared_once(masks, offset.axes)
         return combine(masks, "&") if masks else None
 
-    def compared_once(self, masks: list[Val], axes: tuple[str, ...]) -> list[Val]:
+    def compared_once(self, masks: list[Tile], axes: TileAxes) -> list[Tile]:
         """A place of the sum and a padded index in one comparison, where a value is read at both:
         an index is at least zero where the sum has such a place, and no index is at least what
         stands elsewhere.
         """
         inside = self.frame.masks.get("K")
-        index = next((m for m in reversed(masks) if m.text in self.frame.implied), None)
-        if inside not in masks or index is None or inside.axes != ("K",) or self.frame.eager:
+        present = next((m for m in reversed(masks) if m in self.frame.implied), None)
+        if inside not in masks or present is None or inside.axes != ("K",) or self.frame.eager:
             return masks
-        if set(inside.axes) & set(index.axes):
+        if set(inside.axes) & set(present.axes):
             return masks
-        if not self.frame.least:
+        if self.frame.least is None:
             most = 2**63 - 1 if self.plan.wide else 2**31 - 1
-            self.frame.least = "k_least"
-            self.frame.line(inside.stage, f"k_least = tl.where({inside.text}, 0, {most})", ("K",))
-        name = Val(index.text.removeprefix("(").removesuffix(" >= 0)"), index.axes)
-        least = Val(self.frame.least, inside.axes)
-        stage = max(index.stage, inside.stage)
-        both = Val(f"({name.over(axes)} >= {least.over(axes)})", axes, stage)
-        gone = {inside.text, index.text, *self.frame.implied[index.text]}
-        return [*(m for m in masks if m.text not in gone), both]
+            self.frame.least = self.frame.assign(inside.stage, "k_least", where(inside, 0, most))
+        assert isinstance(present, Operation)
+        both = operation(">=", present.args[0].over(axes), self.frame.least.over(axes))
+        gone = {inside, present, *self.frame.implied[present]}
+        return [*(m for m in masks if m not in gone), both]
 
     def fills_tile(self, access: Access, axis: str) -> bool:
         """Whether an access is to a copy that goes on to the ends of tiles; entries on the K axis
@@ -200,7 +211,7 @@ class Reads:
             return walked == (access.indices[1].var,)
         return access.tensor == FITTED and (axis != "K" or len(roles.k) == 1)
 
-    def absent_masks(self, access: Access, offset: Val) -> list[Val]:
+    def absent_masks(self, access: Access, offset: Tile) -> list[Tile]:
         """Points that some padded index marks as absent: their values are not read, unless several
         points share one, as those of a row do that is found by the row.
         """
@@ -211,83 +222,67 @@ class Reads:
             if vars_ <= depends and set(m.axes) <= set(offset.axes)
         ]
 
-    def inner_masks(self, access: Access) -> list[Val]:
+    def inner_masks(self, access: Access) -> list[Tile]:
         """Indices are read wherever they exist, absent point or not: they say where an output is
         stored, if only as zero.
         """
         padded = [a for i in access.indices for a in accesses(i) if a.tensor in self.plan.padded]
-        return [
-            Val(f"({v.text} >= 0)", v.axes, v.stage)
-            for v in (self.load(a, as_index=True) for a in padded)
-        ]
+        return [self.load(a, as_index=True) >= 0 for a in padded]
 
     def depends(self, access: Access) -> frozenset[str]:
         return frozenset(variables(access))
 
-    def load(self, access: Access, *, as_index: bool = False) -> Val:
+    def load(self, access: Access, *, as_index: bool = False) -> Tile:
         key = (access, as_index)
         if access.tensor in self.plan.numbers:
-            return Val(
-                f"tl.cast({self.passed(access.tensor)}, "
-                f"tl.{'int64' if self.plan.wide else 'int32'})"
-            )
+            return apply("tl.cast", self.passed(access.tensor), self.frame.index_dtype)
         if key in self.frame.loaded:
             return self.frame.loaded[key]
         if as_index and access == self.plan.home and not self.at_first:
             return self.frame.loaded.setdefault(key, self.load_home(access))
         offset = self.offset(access)
         mask = self.mask_of(access, offset, as_index=as_index)
-        pointer = (
-            f"{self.frame.arg(Pointer(access.tensor))} + {offset.text}"
-            if access.indices
-            else self.frame.arg(Pointer(access.tensor))
-        )
         other = "-1" if as_index and access.tensor in self.plan.padded else "0"
         if dict(self.plan.kinds).get(access.tensor, "").startswith("float8"):
             other = "0.0"  # no integer is converted to 8-bit floats
-        text = f"tl.load({pointer}" + (
-            f", mask={mask.over(offset.axes)}, other={other})" if mask else ")"
-        )
-        earliest = 0 if as_index else self.frame.earliest
-        stage = max(offset.stage, mask.stage if mask else 0, earliest)
+        read = load(self.address(access, offset), mask, None if mask is None else other)
         if as_index:
-            text = self.frame.cast_index(self.bounded(access, text))
-        value = self.define_load(access, Val(text, offset.axes, stage), as_index)
+            read = self.bounded(access, read).to(self.frame.index_dtype)
+        value = self.define_load(access, read, as_index)
         self.frame.loaded[key] = value
         if as_index and access.tensor in self.plan.padded:
-            present = Val(f"({value.text} >= 0)", value.axes, value.stage)
+            present = value >= 0
             self.frame.point_masks.append((self.depends(access), present))
             # where an index is not read, it is absent
-            self.frame.implied[present.text] = {m.text for m in self.inner_masks(access)}
+            self.frame.implied[present] = set(self.inner_masks(access))
         return value
 
-    def load_home(self, access: Access) -> Val:
+    def load_home(self, access: Access) -> Tile:
         """The index that rows were made of, which all entries of a row share: read at the first
         one, before the loop, and so is what is read at it.
         """
         frame, segment = self.frame, self.plan.segment
         assert segment is not None
         entry, loaded, wrapped = frame.vars[segment.var], frame.loaded, frame.wrapped
-        frame.vars[segment.var] = Val("seg_first", ("M",))
+        frame.vars[segment.var] = Named("seg_first", ("M",))
         frame.loaded, frame.wrapped, self.at_first = {}, {}, True  # read at another place
         found = self.load(access, as_index=True)
         frame.vars[segment.var], frame.loaded, frame.wrapped = entry, loaded, wrapped
         self.at_first = False
         return found
 
-    def bounded(self, access: Access, text: str) -> str:
+    def bounded(self, access: Access, value: Tile) -> Tile:
         """An unchecked index value within what offsets are computed in: beyond it a value would be
         cut to one that is in range.
         """
         kind = dict(self.plan.kinds).get(access.tensor, "")
         wide = kind in ("int64", "uint64", "uint32")
         if self.plan.wide or not self.plan.guarded or not (wide or self.steps(access) > 1):
-            return text
+            return value
         most = (2**31 - 1) // self.steps(access)
-        cast = f"({text}).to(tl.int64)"
         if kind == "uint64":  # whose upper half would be negative
-            cast = f"tl.minimum({text}, {most}).to(tl.int64)"
-        return f"tl.minimum(tl.maximum({cast}, {-most}), {most})"
+            value = apply("tl.minimum", value, most)
+        return apply("tl.minimum", apply("tl.maximum", value.to("tl.int64"), -most), most)
 
     def steps(self, access: Access) -> int:
         """The largest number that an index value is multiplied with."""
@@ -295,20 +290,18 @@ class Reads:
         every = [i for e in exprs for a in accesses(e) for i in a.indices]
         return max([abs(c) for i in every for c, a in i.terms if a == access], default=1)
 
-    def define_load(self, access: Access, value: Val, as_index: bool) -> Val:
-        name = self.frame.name(access.tensor.strip("<>"))
-        line = f"{name} = {value.text}"
-        if as_index and value.stage == 2 and not self.frame.late:
-            self.frame.index_lines.append(
-                (name, line + (f"  # ({','.join(value.axes)})" if value.axes else ""))
-            )
-        else:
-            self.frame.line(value.stage, line, value.axes)
-        return Val(name, value.axes, value.stage)
+    def define_load(self, access: Access, value: Tile, as_index: bool) -> Tile:
+        """Give what was read a name: indices of the loop stand first in it, to be read ahead."""
+        frame, name = self.frame, self.frame.name(access.tensor.strip("<>"))
+        stage = value.stage if as_index else max(value.stage, frame.earliest)
+        if as_index and stage == 2 and not frame.late:
+            frame.index_lines.append(Assignment(name, value))
+            return Named(name, value.axes, stage)
+        return frame.assign(stage, name, value)
 
     # --- expressions ---
 
-    def evaluate(self, expr: Expr, dtype: str) -> Val:
+    def evaluate(self, expr: Expr, dtype: str) -> Tile:
         match expr:
             case Number(value):
                 return self.literal(value, dtype)
@@ -318,11 +311,10 @@ class Reads:
                 loaded = self.load(expr)
                 kind = dict(self.plan.kinds)[expr.tensor]
                 if kind != dtype:
-                    text = converted(loaded.text, kind, dtype)
-                    loaded = Val(text, loaded.axes, loaded.stage)
+                    loaded = converted(loaded, kind, dtype)
                 return self.poisoned(expr, loaded, dtype)
             case Call("ones"):
-                return Val(f"tl.full([], 1, tl.{dtype})")
+                return apply("tl.full", "[]", 1, f"tl.{dtype}")
             case Call(function, args):
                 own = self.dtype_of(expr, dtype)
                 found = self.called(function, args, own)
@@ -332,10 +324,9 @@ class Reads:
                 return combine(parts, "*", as_written=True)
             case Sum(terms):
                 parts = [self.evaluate(t, dtype) for t in narrow_first(terms)]
-                total = combine(parts, "+", as_written=True)
-                return Val(f"({total.text})", total.axes, total.stage)
+                return combine(parts, "+", as_written=True).grouped()
 
-    def called(self, function: str, args: tuple[Expr, ...], dtype: str) -> Val:
+    def called(self, function: str, args: tuple[Expr, ...], dtype: str) -> Tile:
         """A function of arguments in ``dtype``; a condition is looked at in its own."""
         count = FUNCTIONS[function].values
         values = [self.argument(a, dtype) for a in args[:count]]
@@ -348,8 +339,7 @@ class Reads:
             values = self.rounded(function, args, values, dtype)
         numbers = [a.value for a in args[count:] if isinstance(a, Number)]
         axes = union(*(v.axes for v in values))
-        texts = [v.over(axes) for v in values]
-        return Val(call(function, texts, numbers, dtype), axes, max(v.stage for v in values))
+        return called(function, [v.over(axes) for v in values], numbers, dtype)
 
     def dtype_of(self, expr: Call, dtype: str) -> str:
         """Functions of integer tensors are computed as integers, which floats may not hold: in
@@ -364,14 +354,14 @@ class Reads:
             return "int64"
         return dtype if dtype.startswith("float") else TRITON[accumulator(own)]
 
-    def truth(self, expr: Expr, value: Val, dtype: str) -> Val:
+    def truth(self, expr: Expr, value: Tile, dtype: str) -> Tile:
         """Among truth values + means or: a sum of two is 1, not 2."""
         if not isinstance(expr, Product | Sum):
             return value
-        return Val(f"({value.text} != 0).to(tl.{dtype})", value.axes, value.stage)
+        return value.differs(0).to(f"tl.{dtype}")
 
-    def widened(self, expr: Expr, value: Val, dtype: str) -> Val:
-        result = Val(f"({value.text}).to(tl.{dtype})", value.axes, value.stage)
+    def widened(self, expr: Expr, value: Tile, dtype: str) -> Tile:
+        result = value.to(f"tl.{dtype}")
         for access in accesses(expr, nested=False):
             result = self.poisoned(access, result, dtype)
         return result
@@ -384,7 +374,7 @@ class Reads:
             n: Typed(dtypes[k], n not in self.plan.numbers) for n, k in kinds.items() if k in dtypes
         }
 
-    def poisoned(self, access: Access, value: Val, dtype: str) -> Val:
+    def poisoned(self, access: Access, value: Tile, dtype: str) -> Tile:
         """NaN where an index was out of range, so that it shows in the result."""
         if not self.plan.guarded or not dtype.startswith("float"):
             return value
@@ -394,35 +384,27 @@ class Reads:
         ):  # what concerns all of a tile is seen to once, at its end
             self.frame.deferred += [v for v in offences if not v.axes and not v.stage]
             offences = [v for v in offences if v.axes or v.stage]
-        if not offences:
-            return value
-        anywhere = combine(offences, "|")
-        axes = union(value.axes, anywhere.axes)
-        return Val(
-            f'tl.where({anywhere.over(axes)}, float("nan"), {value.over(axes)})',
-            axes,
-            max(value.stage, anywhere.stage),
-        )
+        return where(combine(offences, "|"), NAN, value) if offences else value
 
-    def passed(self, tensor: str) -> str:
+    def passed(self, tensor: str) -> Tile:
         """A Python number among the arguments."""
         kind, wide = dict(self.plan.kinds)[tensor], self.plan.accumulator == "float64"
         type = ("fp64" if wide else "fp32") if kind.startswith("float") else "i64"
         return self.frame.arg(Passed(tensor, type))
 
-    def literal(self, value: int | float, dtype: str) -> Val:
+    def literal(self, value: int | float, dtype: str) -> Tile:
         """A number of the statement. By itself Triton would take it for a float32."""
         text = repr(value) if math.isfinite(value) else f'float("{value}")'
-        return Val(f"tl.full([], {text}, tl.float64)" if dtype == "float64" else text)
+        return apply("tl.full", "[]", text, "tl.float64") if dtype == "float64" else tile(text)
 
-    def number(self, tensor: str, dtype: str) -> Val:
+    def number(self, tensor: str, dtype: str) -> Tile:
         """A number that is passed; integers are computed with in the kind of the result."""
         name = self.passed(tensor)
         if dict(self.plan.kinds)[tensor].startswith("float"):
-            return Val(f"tl.full([], {name}, tl.float64)" if dtype == "float64" else name)
-        return Val(f"tl.cast({name}, tl.{dtype})")
+            return apply("tl.full", "[]", name, "tl.float64") if dtype == "float64" else name
+        return apply("tl.cast", name, f"tl.{dtype}")
 
-    def argument(self, expr: Expr, dtype: str) -> Val:
+    def argument(self, expr: Expr, dtype: str) -> Tile:
         """An argument of a function; numbers alone have no dtype yet, but in float64, and functions
         want one.
         """
@@ -430,15 +412,11 @@ class Reads:
         typed = dtype == "float64" or any(
             a.tensor not in self.plan.numbers for a in accesses(expr, nested=False)
         )
-        return (
-            value
-            if typed
-            else Val(f"tl.full([], {value.text}, tl.{dtype})", value.axes, value.stage)
-        )
+        return value if typed else apply("tl.full", "[]", value, f"tl.{dtype}")
 
     def rounded(
-        self, function: str, args: tuple[Expr, ...], values: list[Val], dtype: str
-    ) -> list[Val]:
+        self, function: str, args: tuple[Expr, ...], values: list[Tile], dtype: str
+    ) -> list[Tile]:
         """What is compared, as torch rounds it; for equality as rounded to the narrower dtype: a
         half-precision maximum equals the wide value it was rounded from.
         """
@@ -448,8 +426,8 @@ class Reads:
             halves -= {""}
         if len(halves) != 1 or halves == {""}:
             return values
-        rounding = f".to(tl.{halves.pop()}).to(tl.{dtype})"
-        return [Val(f"({v.text}){rounding}", v.axes, v.stage) for v in values]
+        half = halves.pop()
+        return [v.to(f"tl.{half}").to(f"tl.{dtype}") for v in values]
 
     def half_of(self, expr: Expr) -> str:
         """The dtype of a value in half precision; '' of others."""
@@ -464,8 +442,8 @@ class Reads:
         """
         for bound in self.plan.bounds:
             place = self.frame.define("place", self.index(bound.index))
-            inside = f"(0 <= {place.text}) & ({place.text} < {self.frame.size(bound.var)})"
-            mask = self.frame.define("inside", Val(inside, place.axes, place.stage))
+            inside = (tile(0) <= place) & (place < self.frame.size(bound.var))
+            mask = self.frame.define("inside", inside)
             self.frame.point_masks.append((frozenset(variables(bound.index)), mask))
         for factor in (*self.plan.factors, self.plan.target):
             for access in accesses(factor):
@@ -477,6 +455,7 @@ class Reads:
                             self.load(atom, as_index=True)
 
 
+NAN = Literal('float("nan")')
 #: Conversions of floats of 8 bits that Triton lacks (to float64), or makes finite numbers of
 #: infinities and NaN in, and the dtype on the way that keeps all: kinds, dtypes.
 _BY_WAY_OF = {
@@ -486,15 +465,12 @@ _BY_WAY_OF = {
 }
 
 
-def converted(text: str, kind: str, dtype: str) -> str:
+def converted(value: Tile, kind: str, dtype: str) -> Tile:
     """A loaded value in another dtype."""
     way = _BY_WAY_OF.get((kind, dtype))
-    return f"{text}.to(tl.{way}).to(tl.{dtype})" if way else f"{text}.to(tl.{dtype})"
+    return (value.to(f"tl.{way}") if way else value).to(f"tl.{dtype}")
 
 
-def distinct(values: list[Val]) -> list[Val]:
-    return list({v.text: v for v in values}.values())
-
-
-def _times(text: str) -> str:
-    return text if re.fullmatch(r"\w+", text) else f"({text})"
+def _is_presence(mask: Tile) -> bool:
+    """Whether a mask is of an index that is there, and not padding."""
+    return isinstance(mask, Operation) and mask.symbol == ">=" and mask.args[1] == tile(0)

@@ -15,10 +15,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from insum.codegen.arguments import Pointer
 from insum.codegen.emit import Emitter
-from insum.codegen.frame import AFTER, Frame, Kernel, Shape, kernel_name
-from insum.codegen.values import Val, combine, union
+from insum.codegen.frame import AFTER, Frame
+from insum.codegen.functions import reduced
+from insum.codegen.ir import (
+    Assignment,
+    KernelLine,
+    Named,
+    Tile,
+    TileAxes,
+    apply,
+    chain,
+    combine,
+    loop,
+    store,
+    tile,
+    union,
+    where,
+)
+from insum.codegen.kernel import Kernel, Shape, kernel_name
+from insum.codegen.passes import STEP
 from insum.lang.expr import Access, Expr, Number, variables
 from insum.plan.config import Config
 from insum.plan.plan import Beside, Pattern, PatternPoint, Plan
@@ -123,7 +139,7 @@ class _Unrolled:
         self.plan, self.config, self.shape = frame.plan, frame.config, frame.shape
         self.reads, self.contract = self.emitter.reads, self.emitter.contract
         self.output = self.emitter.output
-        self.held: dict[str, Val] = {}  # sums that several results have, by their text
+        self.held: dict[Tile, Tile] = {}  # sums that several results have, by what they are of
 
     def unrolled(self, name: str, unroll: int) -> Kernel:
         self.emitter.leave_if_flagged()
@@ -136,7 +152,9 @@ class _Unrolled:
             self.with_sums(unroll)
         else:
             self.without_sums()
-        return Kernel(name, self.text(name), tuple(self.frame.arguments.values()))
+        self.frame.stages[1], self.frame.stages[2] = [], []
+        self.frame.counters = []
+        return self.emitter.written(name)
 
     # --- no summed variable: output tile by output tile ---
 
@@ -166,15 +184,9 @@ class _Unrolled:
     def over_entries(self) -> None:
         """Several entries of the row at a time, which are summed at the very end."""
         self.frame.segment_bounds()
-        axes = ("K", "N")
-        tile = ", ".join(str(self.frame.tile(a)) for a in axes)
-        outputs = {target: Val(f"z{i}", axes) for i, target in enumerate(self.targets())}
-        for value in outputs.values():
-            self.frame.line(
-                0, f"{value.text} = tl.zeros([{tile}], dtype=tl.{self.plan.accumulator})", axes
-            )
+        outputs = self.started(("K", "N"))
         self.frame.counters = [self.frame.k_count(True)]
-        self.frame.segment_k_axis("t")
+        self.frame.segment_k_axis(STEP)
         self.frame.frame_lines = len(self.frame.stages[2])
         pattern = self.plan.pattern
         assert pattern is not None
@@ -188,23 +200,31 @@ class _Unrolled:
                 for shared, (number, points) in self.by_shared(pattern).items()
             ]
         )
-        self.frame.stages[0] += self.emitter.loop_text()
+        self.frame.stages[0] += self.emitter.loop_lines()
         self.frame.stages[2], self.frame.index_lines, self.frame.counters = [], [], []
         for target, value in outputs.items():
-            total = Val(f"tl.sum({value.text}, axis={axes.index('K')})", ("N",))
-            self.write_out(target, self.frame.define("sum", total))
+            self.write_out(target, self.frame.define("sum", reduced("sum", value, "K"), 0))
+
+    def started(self, axes: TileAxes) -> dict[Access, Named]:
+        """A sum for each output, of nothing yet."""
+        return {
+            target: self.frame.assign(0, f"z{i}", self.frame.zeros(axes))
+            for i, target in enumerate(self.targets())
+        }
 
     def add(
-        self, outputs: Mapping[Access, Val], shared: Expr, points: Sequence[PatternPoint]
+        self, outputs: Mapping[Access, Named], shared: Expr, points: Sequence[PatternPoint]
     ) -> None:
         """Points that share a factor, onto the sums of a row."""
-        axes = ("K", "N")
         for target, scale in self.scales(points).items():
             value = self.reads.evaluate(shared, self.plan.accumulator)
-            text = self.present(combine([scale, value], "*")).over(axes)
+            value = self.present(combine([scale, value], "*")).over(outputs[target].axes)
             if not self.ends_with_the_row():
-                text = f"tl.where({self.frame.masks['K'].over(axes)}, {text}, 0)"
-            self.frame.line(2, f"{outputs[target].text} += {text}", axes)
+                value = where(self.frame.masks["K"], value, 0)
+            self.add_to(outputs[target], value, 2)
+
+    def add_to(self, total: Named, value: Tile, stage: int) -> None:
+        self.frame.assign(stage, total.name, value.over(total.axes), "+=")
 
     def by_shared(self, pattern: Pattern) -> dict[Expr, tuple[int, list[PatternPoint]]]:
         """Points by the factor that comes in most forms: each is read when it is used, for the
@@ -267,44 +287,44 @@ class _Unrolled:
 
         return [_part(number, points, (), write) for number, points in found.values()]
 
-    def product_sum(self, pattern: Pattern) -> Val:
+    def product_sum(self, pattern: Pattern) -> Tile:
         """The sum of all points, which write one place: by the factor beside which other results
         have the same sums, else by the one with the fewest forms.
         """
 
         def known(at: int) -> tuple[int, int]:
             groups = [points for _, points in self.grouped(pattern, at).values()]
-            texts = [value.text for points in groups for value in self.sums(points).values()]
-            return sum(text in self.held for text in texts), -len(groups)
+            sums = [value for points in groups for value in self.sums(points).values()]
+            return sum(value in self.held for value in sums), -len(groups)
 
         parts = []
         at = max(self.wide(pattern), key=known, default=0)
         for shared, (_, points) in self.grouped(pattern, at).items():
             (scale,) = self.scales(points).values()
             value = self.reads.evaluate(shared, self.plan.accumulator)
-            parts.append(value if scale.text == "1" else combine([scale, value], "*"))
+            parts.append(value if scale == tile(1) else combine([scale, value], "*"))
         return self.frame.define("tile", combine(parts, "+"))
 
     def sums_of(self, tensor: str, pattern: Pattern) -> list[_Part]:
         """Sums over all columns: added up first, and threads meet at the end, once for each."""
-        sums: dict[Access, Val] = {}
+        sums: dict[Access, Named] = {}
         axes = union((self.entry_axis, "N"))
 
         def add(shared: Expr, points: list[PatternPoint]) -> None:
             for target, scale in self.scales(points).items():
                 value = combine([scale, self.reads.evaluate(shared, self.plan.accumulator)], "*")
                 if target in sums:
-                    self.frame.line(value.stage, f"{sums[target].text} += {value.over(axes)}", axes)
+                    self.add_to(sums[target], value, value.stage)
                 else:
-                    sums[target] = self.frame.define("total", self.contract.full(value, axes))
+                    first = self.contract.full(value, axes)
+                    name = self.frame.name("total")
+                    sums[target] = self.frame.assign(first.stage, name, first)
 
         def end() -> None:
             for target, value in sums.items():
-                text = value.text
-                if "N" in self.frame.masks:
-                    text = f"tl.where({self.frame.masks['N'].over(axes)}, {text}, 0)"
-                total = Val(f"tl.sum({text}, axis={axes.index('N')})", axes[:1], value.stage)
-                self.store_entry(tensor, target, self.frame.define("sum", total))
+                kept = where(self.frame.masks["N"], value, 0) if "N" in self.frame.masks else value
+                total = self.frame.define("sum", reduced("sum", kept, "N"), value.stage)
+                self.store_entry(tensor, target, total)
 
         parts = [
             _part(number, points, (shared,), add)
@@ -316,16 +336,16 @@ class _Unrolled:
     def entry_axis(self) -> str:
         return "K" if self.plan.segment else "M"
 
-    def store_entry(self, tensor: str, target: Access, value: Val) -> None:
+    def store_entry(self, tensor: str, target: Access, value: Tile) -> None:
         """A place of an entry that is walked."""
         offset = self.reads.offset(Access(tensor, target.indices))
         axes = union(offset.axes, value.axes)
         masks = [m for axis, m in self.frame.masks.items() if axis in axes]
-        masked = f", mask={combine(masks, '&').over(axes)}" if masks else ""
-        pointer = self.frame.arg(Pointer(tensor))
-        text = f"({self.contract.full(value, axes).text}).to({pointer}.dtype.element_ty)"
+        pointer = self.frame.pointer(tensor)
+        value = self.contract.full(value, axes).to(f"{pointer.name}.dtype.element_ty")
+        address = chain("+", pointer, offset.over(axes))
         stage = 2 if self.plan.segment else 0
-        self.frame.line(stage, f"tl.store({pointer} + {offset.over(axes)}, {text}{masked})", axes)
+        self.frame.put(stage, store(address, value, combine(masks, "&") if masks else None))
 
     def ends_with_the_row(self) -> bool:
         """Whether every factor is read as zero beyond the last entry of the row, so that none can
@@ -341,26 +361,17 @@ class _Unrolled:
     def with_sums(self, unroll: int) -> None:
         axes = tuple(a for a, v in (("M", self.plan.roles.m), ("N", self.plan.roles.n)) if v)
         late = self.sums_late(axes)
-        wide = union((*axes, "K")) if late else axes
-        tile = ", ".join(str(self.frame.tile(a)) for a in wide)
-        zero = f"tl.zeros([{tile}], dtype=tl.{self.plan.accumulator})"
-        outputs = {target: Val(f"z{i}", wide) for i, target in enumerate(self.targets())}
-        for value in outputs.values():
-            self.frame.line(0, f"{value.text} = {zero}", wide)
+        outputs = self.started(union((*axes, "K")) if late else axes)
         for leader, cores in self.by_leader().items():
             if late:
                 self.frame.stages[0] += self.weighted(leader, cores, outputs)
             else:
-                self.group(cores, outputs, zero, axes, unroll)
+                self.group(cores, outputs, axes, unroll)
         for target, value in outputs.items():
-            self.write_out(
-                target,
-                self.frame.define("sum", Val(f"tl.sum({value.text}, axis={wide.index('K')})", axes))
-                if late
-                else value,
-            )
+            total = self.frame.define("sum", reduced("sum", value, "K")) if late else value
+            self.write_out(target, total)
 
-    def sums_late(self, axes: tuple[str, ...]) -> bool:
+    def sums_late(self, axes: TileAxes) -> bool:
         """Whether products are added up over all points before they are summed: threads meet once
         for each output instead of once for each product, but the outputs' tiles are as large as
         those of the largest factor until then.
@@ -370,12 +381,14 @@ class _Unrolled:
         elements = len(self.targets()) * math.prod(self.frame.tile(a) for a in (*axes, "K"))
         return elements <= LATE_REGISTERS * 32 * self.config.warps
 
-    def weighted(self, leader: Expr, cores: Cores, outputs: Mapping[Access, Val]) -> list[str]:
+    def weighted(
+        self, leader: Expr, cores: Cores, outputs: Mapping[Access, Named]
+    ) -> list[KernelLine]:
         """The largest factor, times what all points that use it have beside it, onto every output
         that they write.
         """
         before = dict(self.frame.loaded)
-        terms: dict[Access, list[Val]] = {}
+        terms: dict[Access, list[Tile]] = {}
         self.row_steps()
         for core, points in cores.items():
             others = list(core)
@@ -386,12 +399,7 @@ class _Unrolled:
         value = self.reads.evaluate(leader, self.plan.accumulator)
         for target, parts in terms.items():
             factor = self.frame.define("a", combine(parts, "+"))
-            out = outputs[target]
-            self.frame.line(
-                2,
-                f"{out.text} += {self.present(combine([factor, value], '*')).over(out.axes)}",
-                out.axes,
-            )
+            self.add_to(outputs[target], self.present(combine([factor, value], "*")), 2)
         self.frame.loaded = {
             key: v
             for key, v in self.frame.loaded.items()
@@ -417,97 +425,85 @@ class _Unrolled:
         return groups
 
     def group(
-        self,
-        cores: Cores,
-        outputs: Mapping[Access, Val],
-        zero: str,
-        axes: tuple[str, ...],
-        unroll: int,
+        self, cores: Cores, outputs: Mapping[Access, Named], axes: TileAxes, unroll: int
     ) -> None:
-        sums = {core: Val(self.frame.name("t"), axes) for core in cores}
-        lines = [f"{value.text} = {zero}" for value in sums.values()]
-        if self.plan.roles.k:
-            self.frame.stages[0] += lines + self.along_rows(sums)
-            for core, points in cores.items():
-                self.combine(sums[core], points, outputs)
-            return
-        *outer, inner = self.plan.roles.loops
-        for depth, var in enumerate(outer):
-            lines.append("    " * depth + f"for {var}_i in range({self.frame.size(var)}):")
-            self.frame.vars[var] = Val(f"{var}_i", (), 2)
-        depth = len(outer)
-        step = f", {unroll}" if unroll > 1 else ""
-        lines.append("    " * depth + f"for {inner}_0 in range(0, {self.frame.size(inner)}{step}):")
-        lines += ["    " * (depth + 1) + line for line in self.body(inner, sums, unroll)]
+        sums = {core: Named(self.frame.name("t"), axes) for core in cores}
+        zero = self.frame.zeros(axes)
+        lines: list[KernelLine] = [Assignment(value.name, zero) for value in sums.values()]
+        lines += self.along_rows(sums) if self.plan.roles.k else self.along_loops(sums, unroll)
         self.frame.stages[0] += lines
         for core, points in cores.items():
             self.combine(sums[core], points, outputs)
 
-    def along_rows(self, sums: Mapping[tuple[Expr, ...], Val]) -> list[str]:
+    def along_loops(self, sums: Mapping[tuple[Expr, ...], Named], unroll: int) -> list[KernelLine]:
+        """Sums over looped variables, several values of the innermost in each turn."""
+        *outer, inner = self.plan.roles.loops
+        for var in outer:
+            self.frame.vars[var] = Named(f"{var}_i", (), 2)
+        sizes = {var: self.frame.size(var) for var in (*outer, inner)}
+        step = [unroll] if unroll > 1 else []
+        body = self.unrolled_steps(inner, sums, unroll)
+        lines: list[KernelLine] = [loop(f"{inner}_0", 0, sizes[inner], *step, body=body)]
+        for var in reversed(outer):
+            lines = [loop(f"{var}_i", sizes[var], body=lines)]
+        return lines
+
+    def along_rows(self, sums: Mapping[tuple[Expr, ...], Named]) -> list[KernelLine]:
         """Sums along the rows of the largest factor, a tile of them at a time."""
         before = dict(self.frame.loaded)
         self.row_steps()
         for core, total in sums.items():
-            value = self.present(
-                combine([self.reads.evaluate(f, self.plan.accumulator) for f in core], "*")
-            )
-            axes = union((*total.axes, "K"))
-            self.frame.line(
-                2, f"{total.text} += tl.sum({value.over(axes)}, axis={axes.index('K')})", total.axes
-            )
+            value = self.product_of(core)
+            over = union((*total.axes, "K"))
+            self.add_to(total, reduced("sum", value.over(over), "K"), 2)
         self.frame.loaded = before
         return self.stepped()
 
+    def product_of(self, core: tuple[Expr, ...]) -> Tile:
+        parts = [self.reads.evaluate(f, self.plan.accumulator) for f in core]
+        return self.present(combine(parts, "*"))
+
     def row_steps(self) -> None:
         """The places of one step along the rows of the largest factor."""
-        (var,), tile = self.plan.roles.k, self.config.k
-        first = "" if self.shape.single_k else f"{var}_0 + "
-        self.frame.line(2, f"{var}_i = {first}tl.arange(0, {tile})", ("K",))
-        self.frame.vars[var] = Val(f"{var}_i", ("K",), 2)
+        (var,) = self.plan.roles.k
+        along = apply("tl.arange", 0, self.config.k, over=("K",))
+        place = along if self.shape.single_k else Named(f"{var}_0", (), 2) + along
+        self.frame.vars[var] = place = self.frame.assign(2, f"{var}_i", place)
         if not self.shape.even_k:
-            self.frame.line(2, f"k_ok = {var}_i < {self.frame.size(var)}", ("K",))
-            self.frame.masks["K"] = Val("k_ok", ("K",), 2)
+            self.frame.masks["K"] = self.frame.assign(2, "k_ok", place < self.frame.size(var))
 
-    def stepped(self) -> list[str]:
+    def stepped(self) -> list[KernelLine]:
         """What was written for one step, repeated for all."""
-        (var,), tile = self.plan.roles.k, self.config.k
+        (var,) = self.plan.roles.k
         lines, self.frame.stages[2] = self.frame.stages[2], []
         if self.shape.single_k:
             return lines
-        count = self.frame.size(var)
-        return [f"for {var}_0 in range(0, {count}, {tile}):", *("    " + line for line in lines)]
+        return [loop(f"{var}_0", 0, self.frame.size(var), self.config.k, body=lines)]
 
-    def body(self, inner: str, sums: Mapping[tuple[Expr, ...], Val], unroll: int) -> list[str]:
-        before = dict(self.frame.loaded)
+    def unrolled_steps(
+        self, inner: str, sums: Mapping[tuple[Expr, ...], Named], unroll: int
+    ) -> list[KernelLine]:
+        before, first = dict(self.frame.loaded), Named(f"{inner}_0", (), 2)
         for u in range(unroll):
             self.frame.loaded = dict(before)
-            self.frame.vars[inner] = Val(f"{inner}_0" if u == 0 else f"({inner}_0 + {u})", (), 2)
+            self.frame.vars[inner] = first if u == 0 else (first + u).grouped()
             for core, total in sums.items():
-                value = self.present(
-                    combine([self.reads.evaluate(f, self.plan.accumulator) for f in core], "*")
-                )
-                self.frame.line(2, f"{total.text} += {value.over(total.axes)}", total.axes)
+                self.add_to(total, self.product_of(core), 2)
         self.frame.loaded = before
         lines, self.frame.stages[2] = self.frame.stages[2], []
         return lines
 
-    def present(self, value: Val) -> Val:
+    def present(self, value: Tile) -> Tile:
         """Zero where nothing is: functions make something else of the zeros loaded there."""
         return self.contract.masked(value) if self.plan.pointwise else value
 
     def combine(
-        self,
-        total: Val,
-        points: list[PatternPoint],
-        outputs: Mapping[Access, Val],
+        self, total: Tile, points: list[PatternPoint], outputs: Mapping[Access, Named]
     ) -> None:
         for target, scale in self.scales(points).items():
-            out = outputs[target]
-            self.frame.line(
-                0, f"{out.text} += {combine([scale, total], '*').over(out.axes)}", out.axes
-            )
+            self.add_to(outputs[target], combine([scale, total], "*"), 0)
 
-    def scales(self, points: Sequence[PatternPoint]) -> dict[Access, Val]:
+    def scales(self, points: Sequence[PatternPoint]) -> dict[Access, Tile]:
         """What the points of one product of summed factors have beside it, by the output that they
         write; computed once, where several results have it.
         """
@@ -515,36 +511,21 @@ class _Unrolled:
         if not self.plan.beside:
             return found
         for value in found.values():
-            if value.text not in self.held and value.axes:
-                self.held[value.text] = self.frame.define("part", value)
-        return {target: self.held.get(value.text, value) for target, value in found.items()}
+            if value not in self.held and value.axes:
+                self.held[value] = self.frame.define("part", value)
+        return {target: self.held.get(value, value) for target, value in found.items()}
 
-    def sums(self, points: Sequence[PatternPoint]) -> dict[Access, Val]:
-        found: dict[Access, list[Val]] = {}
+    def sums(self, points: Sequence[PatternPoint]) -> dict[Access, Tile]:
+        found: dict[Access, list[Tile]] = {}
         for target, rest in points:
-            one = (
-                combine([self.reads.evaluate(f, self.plan.accumulator) for f in rest], "*")
-                if rest
-                else Val("1")
-            )
-            found.setdefault(target, []).append(one)
-        sums = {target: combine(scales, "+") for target, scales in found.items()}
-        return {
-            target: Val(f"({value.text})", value.axes, value.stage)
-            if len(found[target]) > 1
-            else value
-            for target, value in sums.items()
-        }
+            parts = [self.reads.evaluate(f, self.plan.accumulator) for f in rest]
+            found.setdefault(target, []).append(combine(parts, "*") if parts else tile(1))
+        return {target: combine(scales, "+").grouped() for target, scales in found.items()}
 
-    def write_out(self, target: Access, value: Val) -> None:
+    def write_out(self, target: Access, value: Tile) -> None:
         self.output.emit_store(target, self.output.sum_unkept(value))
         self.frame.stages[0] += self.frame.stages[AFTER]
         self.frame.stages[AFTER] = []
-
-    def text(self, name: str) -> str:
-        self.frame.stages[1], self.frame.stages[2] = [], []
-        self.frame.counters = []
-        return self.emitter.write(name)
 
 
 def _narrow_first(factors: tuple[Expr, ...], columns: set[str]) -> tuple[Expr, ...]:

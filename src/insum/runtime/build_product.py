@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from insum.codegen.arguments import END, START, Count, ExtentArgument
-from insum.codegen.emit import Kernel, Shape
+from insum.codegen.kernel import Kernel, Shape
 from insum.lang.expr import accesses, variables
 from insum.plan import tiling
 from insum.plan.config import Choice, Config

@@ -24,7 +24,8 @@ from insum.codegen.arguments import (
     Pointer,
 )
 from insum.codegen.cut_rows import beside_rows
-from insum.codegen.emit import Shape, Written, emit, emit_joined
+from insum.codegen.emit import Written, emit, emit_joined
+from insum.codegen.kernel import Shape
 from insum.lang.expr import Access, index_of
 from insum.plan import first_guess, guess_rows, tiling
 from insum.plan.config import Config

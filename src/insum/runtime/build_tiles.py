@@ -11,7 +11,8 @@ import torch
 
 from insum.codegen.arguments import Count, ExtentArgument
 from insum.codegen.copies import FITTED_AT_ONCE, emit_aligning, emit_fitting, rows_at_once
-from insum.codegen.emit import Kernel, Shape, emit
+from insum.codegen.emit import emit
+from insum.codegen.kernel import Kernel, Shape
 from insum.lang.expr import Access, accesses, fresh, index_of, variables
 from insum.plan import first_guess, tiling
 from insum.plan.aligning import Alignment, alignment_of

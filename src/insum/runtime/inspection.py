@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum.codegen.emit import Kernel
+from insum.codegen.kernel import Kernel
 from insum.lang.bind import Problem, Value
 from insum.plan import cost
 from insum.plan.config import Choice

@@ -21,7 +21,7 @@ from insum.runtime.compiling import IMPORTS, compiled_here, kept_text, key_of, m
 from insum.runtime.disk import cache_folder, warn_unwritten, write_whole
 
 if TYPE_CHECKING:
-    from insum.codegen.emit import Kernel
+    from insum.codegen.kernel import Kernel
 
 #: Kernels that were loaded in this process, by the hash of their text; a test counts them.
 loaded_kernels: dict[str, Any] = {}

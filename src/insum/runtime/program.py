@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from insum.codegen.arguments import Argument, Count, ExtentArgument, annotation
-from insum.codegen.emit import Kernel
+from insum.codegen.kernel import Kernel
 from insum.lang.bind import Problem
 from insum.plan.config import Choice, Config
 from insum.plan.draft import Planned, Wishes

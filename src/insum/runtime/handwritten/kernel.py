@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum.codegen.emit import Kernel
+from insum.codegen.kernel import Kernel
 from insum.compat import streams
 from insum.runtime import binaries, compiling, launch
 
