@@ -317,6 +317,7 @@ def test_matrices_of_entries(name: str, target: str) -> None:
 #: Statements over narrow gathered rows.
 NARROW = {
     "convolution": ("o[x,m] = f[t[z,x],c] * w[z,c,m]", {"f": (5000, 16), "w": (27, 16, 32)}, 0),
+    "few": ("o[x,m] = f[t[z,x],c] * w[z,c,m]", {"f": (5000, 3), "w": (27, 3, 128)}, 0),
     "gradient": ("w[z,c,m] = f[t[z,x],c] * g[x,m]", {"f": (5000, 32), "g": (5000, 16)}, 0),
     "by channel": ("w[z,c] = f[t[z,x],c] * g[x,c]", {"f": (5000, 96), "g": (5000, 96)}, 0),
     "sums": ("y[r[p],n] = v[p] * f[c[p],n]", {"v": (50_000,), "f": (5000, 8)}, 5000),

@@ -58,6 +58,35 @@ def test_narrow_rows_have_one_config_whatever_their_number(width: int) -> None:
     assert few[0].segment is not None and few[1][0].k == 16 * -(-width // 16)
 
 
+@pytest.mark.parametrize("precision", ["highest", "high"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("channels", [2, 3, 7])
+def test_few_channels_are_summed_with_the_steps_of_their_table(
+    channels: int, dtype: torch.dtype, precision: str
+) -> None:
+    was = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        for rows, outputs in ((5000, 8), (60_000, 200)):
+            given = {"f": torch.empty(rows, channels, dtype=dtype), "t": table(rows)}
+            given["w"] = torch.empty(27, channels, outputs, dtype=dtype)
+            plan, (config,) = guessed(FORWARD, ("t",), **given)
+            assert len(plan.roles.k) == 2 and not plan.roles.loops
+            assert (config.m, config.k, config.warps) == (64, 16, 4)
+            assert config.n == (128 if outputs > 128 else 8 if dtype == torch.float16 else 16)
+    finally:
+        torch.set_float32_matmul_precision(was)
+
+
+def test_entries_that_are_matrices_of_few_columns_fill_tiles_together() -> None:
+    """Where matrices of entries are summed, and one has less than a tile takes."""
+    r, c = torch.arange(3000).repeat_interleave(4), torch.randint(0, 3000, (12_000,))
+    given = {"r": insum.unchanging(r), "c": insum.unchanging(c)}
+    given |= {"a": torch.empty(12_000, 16, 4).half(), "b": torch.empty(3000, 4, 64).half()}
+    plan, _ = guessed("y[r[p],i,n] = a[p,i,j] * b[c[p],j,n]", rows=3000, **given)
+    assert plan.segment is not None and plan.roles.k == (plan.segment.var, "j")
+
+
 def test_of_few_wide_rows_the_sum_is_not_cut_in_half_precision() -> None:
     """Pieces would add more to the result than they read; of 32-bit numbers they read more."""
     assert convolution(GRADIENT, 1500, 256, torch.float16)[0].segment is None

@@ -96,6 +96,27 @@ def test_steps_that_outnumber_channels() -> None:
     assert "ordered by what" in strategy(BY_STEP, {"In": wide, "Nb": table(steps=40), "W": w})
 
 
+@pytest.mark.parametrize("outputs", [8, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("channels", [2, 3, 4, 5, 6, 7])
+def test_few_channels_fill_tiles_together_with_steps(
+    channels: int, dtype: torch.dtype, outputs: int
+) -> None:
+    """What else is in memory behind a row is infinite, and none of it is summed."""
+    torch.manual_seed(channels)
+    nb, room = table(), torch.full((ROWS, 11), float("inf"), dtype=dtype)
+    x, w = room[:, 1 : 1 + channels], torch.randn(STEPS, channels, outputs, dtype=dtype)
+    x.copy_(torch.randn(ROWS, channels))
+    values = {"In": x, "Nb": nb, "W": w}
+    program = lookup(request_of(BY_STEP, None, None, ("Nb",)).bind(values), values)
+    assert not isinstance(program, str)
+    plan = program.steps[0].planned.plan
+    assert plan.segment is not None and plan.roles.k == (plan.segment.var, "c")
+    result = insum.insum(BY_STEP, padded=("Nb",), **values)
+    tolerance = 1e-4 if dtype == torch.float32 else 0.05
+    assert torch.allclose(result.double(), expected(x, nb, w), atol=tolerance)
+
+
 def test_the_gradient_of_a_table_is_ordered_too() -> None:
     nb, (x, w) = table(), operands()
     statement, values = "dIn[Nb[z,x],c] += G[x,m] * W[z,c,m]", {"Nb": nb, "G": x, "W": w}

@@ -20,7 +20,7 @@ TileAxes: TypeAlias = tuple[str, ...]
 
 
 class Eager(tuple[str, ...]):
-    """TileAxes of a value that was given an axis for each of (M, N, K) up front, as compilers without
+    """Axes of a value that was given an axis for each of (M, N, K) up front, as compilers without
     lazy broadcasting do (ablation).
     """
 

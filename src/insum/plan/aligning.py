@@ -24,7 +24,7 @@ from insum.plan.sizes import ALIGNED, WIDE_LOAD, Strides
 #: How often a row is gathered, from which on a copy pays: it costs as much as two of them.
 LEAST_GATHERS = 4
 #: Columns of the result, up to which reading the rows is what takes the time.
-MOST_COLUMNS = 64
+MOST_COLUMNS = 256
 #: Bytes of a number in half precision.
 _BYTES = 2
 

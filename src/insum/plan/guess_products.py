@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from insum.plan.config import Config
 from insum.plan.plan import Plan
-from insum.plan.roles import FLATTEN_UP_TO
+from insum.plan.roles import FLATTEN_UP_TO, SMALLEST_DOT
 from insum.plan.sizes import power_of_two
 from insum.plan.tiling import (
     BYTES,
@@ -32,6 +32,8 @@ from insum.plan.tiling import (
 
 #: Shared memory for the operands of one program.
 PIPELINE_BYTES = 72 * 1024
+#: Depth of a matrix instruction in half precision.
+SHALLOW = 16
 
 
 def for_product(plan: Plan, extents: Mapping[str, int], *, along_sum: bool) -> Config:
@@ -91,13 +93,24 @@ def _for_gathered_rows(plan: Plan, extents: Mapping[str, int]) -> Config | None:
     """
     size = BYTES.get(plan.operand, 4)
     m, n = (power_of_two(extent(axis, extents)) for axis in (plan.roles.m, plan.roles.n))
-    exact = size == 4 and plan.precision != "tf32"
-    if exact or plan.pointwise or plan.onehot >= 0 or held(plan, extents, m, n) != (m, n):
+    if plan.pointwise or plan.onehot >= 0 or held(plan, extents, m, n) != (m, n):
+        return None
+    if gathers_along(plan, plan.roles.m) and _is_shallow(plan, extents):
+        n = max(least_n(plan), min(n, LARGE_SIDE))
+        return Config(HIGH, n, SHALLOW, warps=4, stages=3)
+    if size == 4 and plan.precision != "tf32":
         return None
     if gathers_along(plan, plan.roles.k):
         small = max(m, n) <= 32 <= extents[plan.roles.k[-1]]
         return Config(max(16, m), max(16, n), 256 // size, warps=1, stages=3) if small else None
     return _for_rows_along_m(plan, extents, n) if gathers_along(plan, plan.roles.m) else None
+
+
+def _is_shallow(plan: Plan, extents: Mapping[str, int]) -> bool:
+    """Whether one matrix instruction is as deep as a gathered row, or deep enough for several."""
+    inner, joined = extents[plan.roles.k[-1]], len(plan.roles.k) == 2
+    half = BYTES.get(plan.operand, 4) == 2
+    return inner <= SHALLOW if half else joined and inner < SMALLEST_DOT
 
 
 def _for_rows_along_m(plan: Plan, extents: Mapping[str, int], n: int) -> Config | None:

@@ -113,13 +113,23 @@ def _triples(roles: Roles, smallest: int) -> list[tuple[float, str, str, str]]:
                 # the register tile takes rows or columns of the product, not single places
                 both_absorbed = {m, n} <= set(roles.absorbed)
                 if (
-                    roles.extents[k] >= smallest
+                    _is_deep(roles, k, smallest)
                     and _splits(with_k, m, n)
                     and _order(roles, m, n)
                     and not both_absorbed
                 ):
                     found.append((_score(roles, m, n, k), m, n, k))
     return found
+
+
+def _is_deep(roles: Roles, k: str, smallest: int) -> bool:
+    """Whether a tile's K axis is filled: by a variable, or by one together with the entries of a
+    segment, which would have to fill it by themselves otherwise.
+    """
+    if roles.extents[k] >= smallest:
+        return True
+    beside = roles.segment in roles.summed and roles.extents[roles.segment] >= smallest
+    return beside and k != roles.segment and roles.extents[k] > 1 and _joins_entries(roles, k)
 
 
 def _is_thin(roles: Roles, _: float, m: str, n: str, k: str) -> bool:
@@ -193,6 +203,8 @@ def _joins_entries(roles: Roles, k: str) -> bool:
     """
     if _is_power(roles.extents[k]):
         return roles.extents[k] <= FLATTEN_UP_TO
+    if roles.extents[k] < SMALLEST_DOT:  # for which there is no other way into a tile
+        return k in roles.exact
     if k not in roles.exact or roles.extents[k] > JOIN_UP_TO:
         return False
     return one_place_an_entry(roles.factors, roles.segment, roles.row)
