@@ -41,9 +41,21 @@ if importlib.util.find_spec("hypothesis"):  # which tests on a GPU do without
     settings.load_profile("same")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported and collected lives to the end: none of it is looked through for what could
+    be freed.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.set_threshold(50_000, 20, 20)  # tracing makes much that lives a moment longer
+
+
 def pytest_collection_finish() -> None:
     _compile_without_records()
-    gc.set_threshold(50_000, 20, 20)  # tracing makes much that lives a moment longer
 
 
 def _compile_without_records() -> None:
