@@ -149,13 +149,24 @@ ALONE = """
 import sys, torch
 sys.modules["insum"] = None  # importing it fails
 data = torch.load({data!r})
-module, package = torch.export.load({program!r}).module(), {package!r}
-for run in (module, torch._inductor.aoti_load_package(package)):
+runs = [torch.export.load(path).module() for path in {programs!r}]
+runs.append(torch._inductor.aoti_load_package({package!r}))
+for run in runs:
     for given, wanted in data:
-        for got, want in zip(run(*given), wanted, strict=True):
-            torch.testing.assert_close(got, want)
+        torch.testing.assert_close(run(*given), wanted)
 print("equal")
 """
+
+
+def equal_alone(data: list[Any], folder: Path, package: str, *programs: str) -> None:
+    """In a process that cannot import insum: ``data`` has arguments, each with its result."""
+    torch.save(data, folder / "data.pt")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    text = ALONE.format(data=str(folder / "data.pt"), programs=programs, package=package)
+    done = subprocess.run(
+        [sys.executable, "-c", text], env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.stdout.strip().endswith("equal"), done.stderr[-2000:]
 
 
 @pytest.mark.slow
@@ -165,19 +176,13 @@ def test_neither_program_nor_package_needs_insum(
     """A program of torch operations, and one file with the compiled code of every statement; both
     run in a process that cannot import insum.
     """
-    torch.export.save(insum.export.decompose(program), tmp_path / "program.pt2")
+    written = str(tmp_path / "program.pt2")
+    torch.export.save(insum.export.decompose(program), written)
     path = insum.export.package(program, tmp_path / "package.pt2", options=QUICK)
     assert path == str(tmp_path / "package.pt2")
     equal(model, torch._inductor.aoti_load_package(path))
-    torch.save([(arguments(n), model(*arguments(n))) for n in (7, 10)], tmp_path / "data.pt")
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    text = ALONE.format(
-        data=str(tmp_path / "data.pt"), program=str(tmp_path / "program.pt2"), package=path
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", text], env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.stdout.strip().endswith("equal"), done.stderr[-2000:]
+    data = [(arguments(n), model(*arguments(n))) for n in (7, 10)]
+    equal_alone(data, tmp_path, path, written)
 
 
 class Small(nn.Module):
@@ -279,33 +284,17 @@ def test_the_compiler_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_package_from_a_compiler_with_a_static_runtime(static: str, tmp_path: Path) -> None:
+def test_a_package_from_a_compiler_with_a_static_runtime(
+    static: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without the shared runtime, the process that loads it fails; here it must not."""
-    text = STATIC.format(
-        path=str(tmp_path / "small.pt2"), tests=str(Path(__file__).parent), options=QUICK
-    )
-    environment = {
-        **os.environ,
-        "CXX": static,
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
-        "TORCHINDUCTOR_VEC_ISA_OK": "0",  # ten probes of what this compiler can do
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", text], env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.stdout.strip().endswith("equal"), done.stderr[-2000:]
-
-
-STATIC = """
-import sys, torch, insum
-sys.path.insert(0, {tests!r})
-from test_export import Small
-idx, x = torch.tensor([2, 0, 1]), torch.arange(3.0)
-path = insum.export.package(torch.export.export(Small(), (idx, x)), {path!r}, options={options!r})
-run = torch._inductor.aoti_load_package(path)
-torch.testing.assert_close(run(idx, x), x[idx].square() + 2 * x[0])
-print("equal")
-"""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    idx, x = torch.tensor([2, 0, 1]), torch.arange(3.0)
+    with torch._inductor.config.patch({"cpp.cxx": (static,)}):
+        path = insum.export.package(
+            torch.export.export(Small(), (idx, x)), tmp_path / "small.pt2", options=QUICK
+        )
+    equal_alone([((idx, x), x[idx].square() + 2 * x[0])], tmp_path, path)
 
 
 # --- mistakes, and other versions of torch --------------------------------------------------------
