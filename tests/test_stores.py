@@ -5,6 +5,7 @@ in the table is there; bounds are kept.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import re
 from collections.abc import Iterator
@@ -60,10 +61,17 @@ def _containers(tree: ast.Module) -> set[str]:
     return found
 
 
-def _functions(tree: ast.Module) -> Iterator[ast.AST]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield from ast.walk(node)
+@functools.cache  # three look at it
+def _functions(tree: ast.Module) -> list[ast.AST]:
+    """All that is inside of functions, once."""
+    found, left = [], list[tuple[ast.AST, bool]]([(tree, False)])
+    while left:
+        node, inside = left.pop()
+        inside |= isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if inside:
+            found.append(node)
+        left += [(inner, inside) for inner in ast.iter_child_nodes(node)]
+    return found
 
 
 def _changed(tree: ast.Module) -> set[str]:
@@ -100,7 +108,7 @@ def _globals(tree: ast.Module) -> set[str]:
 def _caches(tree: ast.Module) -> set[str]:
     """Functions that remember what they gave."""
     found = set()
-    for node in ast.walk(tree):
+    for node in _functions(tree):
         if isinstance(node, ast.FunctionDef):
             texts = [ast.unparse(d) for d in node.decorator_list]
             if any(re.search(r"\b(lru_)?cache\b", text) for text in texts):
