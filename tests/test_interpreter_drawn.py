@@ -7,14 +7,16 @@ The counts at the end say that each strategy, and each kind of contraction, was 
 
 from __future__ import annotations
 
+import functools
 import os
 import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -109,12 +111,27 @@ def failure(case: Case, changes: dict[str, Any]) -> str:
     return ""
 
 
-def drawn() -> Iterator[Case]:
-    for count, options in FAMILIES.values():
-        yield from draw_cases(
-            count, seed=SEED, **{"dtypes": DTYPES, "index_dtypes": INDICES, **options}
-        )
-    yield from draw_scatters(SCATTERS, seed=SEED)
+class Shared(Case):
+    """Of several strategies, which have one result."""
+
+    @functools.cached_property
+    def found(self) -> np.ndarray[Any, Any]:
+        return super().expected()
+
+    def expected(self) -> np.ndarray[Any, Any]:
+        return self.found
+
+
+@functools.cache
+def drawn() -> list[Shared]:
+    kinds: dict[str, Any] = {"dtypes": DTYPES, "index_dtypes": INDICES}
+    cases = [
+        case
+        for count, options in FAMILIES.values()
+        for case in draw_cases(count, seed=SEED, **{**kinds, **options})
+    ]
+    every = [*cases, *draw_scatters(SCATTERS, seed=SEED)]
+    return [Shared(**{field.name: getattr(c, field.name) for field in fields(c)}) for c in every]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

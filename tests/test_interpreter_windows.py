@@ -4,6 +4,7 @@ backward, in the interpreter.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -119,15 +120,24 @@ SCATTERED = {
 }
 
 
+def sizes_of(name: str) -> dict[Any, int]:
+    sizes: dict[Any, int] = dict(enumerate(SCATTERED[name][2]))
+    return {**sizes, "r": 3} if name == "only through the left side" else sizes
+
+
+@functools.cache  # it takes longer than both tests that ask for it
+def scattered(name: str) -> Tensor:
+    statement, shapes, _ = SCATTERED[name]
+    values = drawn(shapes, torch.float32)
+    return torch.from_numpy(oracle(statement, values, sizes=sizes_of(name)))
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", SCATTERED)
 def test_scatters(name: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     statement, shapes, shape = SCATTERED[name]
     values: dict[str, Any] = drawn(shapes, torch.float32)
-    sizes: dict[Any, int] = dict(enumerate(shape))
-    if name == "only through the left side":
-        sizes["r"] = 3
-    want = torch.from_numpy(oracle(statement, values, sizes=sizes))
+    sizes, want = sizes_of(name), scattered(name)
     programs = watch_programs(monkeypatch)
     far = name == "a far longer output"
     torch.use_deterministic_algorithms(deterministic)
