@@ -12,7 +12,8 @@ JOBS   ?= 2
 PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # Tests of one file stay together where they can: they share what was compiled for the first of them.
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal
+# What was compiled of them, with their assertions, is kept for the second run and for what they start.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal
 STAMP  := $(VENV)/.insum-installed
 
 .PHONY: help setup demo test lint bench docs clean
