@@ -22,6 +22,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from sweep_report import sweep_lines, sweep_picture
+
 ROOT = Path(__file__).parent.parent
 RESULTS, README, PAGE = (
     ROOT / "benchmarks" / "results",
@@ -75,7 +77,7 @@ def page(folder: Path = RESULTS) -> str:
         ("cpu.json", cpu_lines),
         ("cpu_aarch64.json", cpu_lines),
         ("distributed.json", distributed_lines),
-        ("sweep.json", sweep_lines),
+        ("sweep.json", lambda result: sweep_lines(result, _measured(result))),
         ("soak.json", soak_lines),
         ("sanitize.json", sanitizer_lines),
     ):
@@ -410,26 +412,6 @@ def limits_lines(result: dict[str, Any]) -> list[str]:
     ]
     lines += [f"    - {name}: `{text}`" for name, text in result["offences"].items()]
     return [*lines, "", f"Made by `{result['command']}`."]
-
-
-def sweep_lines(result: dict[str, Any]) -> list[str]:
-    """Time over size, beside a rival's."""
-    lines = [
-        "## Sizes that nobody tuned for",
-        "",
-        f"{result['device']}, torch {_torch(result)}, {result['date']}. The same matrix in larger "
-        "blocks has no rival.",
-        "",
-        *_head("case", "dtype", ">size", ">ms", "rival", ">ms", ">error"),
-    ]
-    for row in result["rows"]:
-        size = " x ".join(map(str, row["size"]))
-        rival = "-" if row["rival_ms"] is None else f"{row['rival_ms']:.4f}"
-        lines.append(
-            f"| {row['kind']}: {row['case']} | {row['dtype']} | {size} | "
-            f"{row['milliseconds']:.4f} | {row['rival'] or '-'} | {rival} | {row['error']:.0e} |"
-        )
-    return [*lines, "", f"Made by `{result['command']}`, which goes on where a record ends."]
 
 
 def soak_lines(result: dict[str, Any]) -> list[str]:
@@ -996,6 +978,9 @@ def main() -> None:
         PICTURES / "gallery.svg": gallery_picture(),
         **pattern_pictures(),
         PICTURES / "applications.svg": applications_picture(),
+        PICTURES / "sweep.svg": sweep_picture(
+            json.loads((RESULTS / "sweep.json").read_text(encoding="utf-8"))
+        ),
     }
     if arguments.check:
         old = [

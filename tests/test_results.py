@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 REPORT = ROOT / "benchmarks" / "report.py"
 
@@ -55,7 +57,8 @@ def section(benchmark: str, rows: list[dict[str, Any]], **more: Any) -> dict[str
     }
 
 
-def test_the_table_of_insum_bench(tmp_path: Path) -> None:
+def test_the_table_of_insum_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(REPORT.parent)  # where its parts are
     spec = importlib.util.spec_from_file_location("report", REPORT)
     assert spec is not None and spec.loader is not None
     report = importlib.util.module_from_spec(spec)
@@ -113,6 +116,18 @@ def test_the_gallery_has_the_line_the_times_and_the_kernel() -> None:
         picture = (ROOT / "docs" / "pictures" / f"{name}.svg").read_text(encoding="utf-8")
         ElementTree.fromstring(picture)
         assert picture.count("<rect") > 8
+
+
+def test_time_over_size_is_drawn_and_told() -> None:
+    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    part = text[text.index("## Sizes that nobody tuned for") :]
+    assert "![Time over columns and channels](pictures/sweep.svg)" in part
+    assert "### Convolution by channels in and out" in part and "### Where it is not smooth" in part
+    picture = ElementTree.parse(ROOT / "docs" / "pictures" / "sweep.svg")
+    lines = picture.findall(".//{*}polyline")
+    assert len(lines) >= 4 * 5 + 2
+    for line in lines:
+        assert len(line.attrib["points"].split()) >= 15 and "nan" not in line.attrib["points"]
 
 
 def test_figures_are_what_the_library_makes() -> None:

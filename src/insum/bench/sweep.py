@@ -236,8 +236,9 @@ def run(study: Study) -> int:
         study.keep(rows=[asdict(row) for row in rows.values()])
     if any(point.key not in rows for point in lacking):
         print("the time is up; the same command goes on from here")
-    for line in cliffs(list(rows.values())):
-        print(line)
+    found = cliffs(list(rows.values()))
+    study.keep(rows=[asdict(row) for row in rows.values()], cliffs=found)
+    print(*found, sep="\n")
     return 1 if wrong else 0
 
 
