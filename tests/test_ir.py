@@ -24,6 +24,7 @@ from insum.codegen.ir import (
     Spread,
     Tile,
     apply,
+    as_tile,
     chain,
     combine,
     load,
@@ -32,7 +33,6 @@ from insum.codegen.ir import (
     product,
     store,
     terms,
-    tile,
     union,
     where,
 )
@@ -57,7 +57,7 @@ SYMBOLS: dict[str, Callable[[Any, Any], Any]] = {
 
 def arithmetic() -> st.SearchStrategy[tuple[Tile, Callable[[], Any]]]:
     """A tile, and what it evaluates to."""
-    numbers = st.integers(-9, 9).map(lambda n: (tile(n), lambda: n))
+    numbers = st.integers(-9, 9).map(lambda n: (as_tile(n), lambda: n))
 
     def deeper(
         parts: st.SearchStrategy[tuple[Tile, Callable[[], Any]]],
@@ -98,8 +98,8 @@ def test_operations_print_as_what_they_are(drawn: tuple[Tile, Callable[[], Any]]
         (ROWS * 2 + 1, "m * 2 + 1"),
         (ROWS * (Named("a") + 1), "m * (a + 1)"),
         (ROWS - (Named("a") - 1), "m - (a - 1)"),
-        ((tile(0) <= ROWS) & (ROWS < 8), "(0 <= m) & (m < 8)"),
-        (tile(-1) - ROWS, "-1 - m"),
+        ((as_tile(0) <= ROWS) & (ROWS < 8), "(0 <= m) & (m < 8)"),
+        (as_tile(-1) - ROWS, "-1 - m"),
         (ROWS.differs(-1).to("tl.int32"), "(m != -1).to(tl.int32)"),
         (ROWS + COLUMNS, "m[:, None] + n[None, :]"),
         (ROWS + STEPS + COLUMNS, "(m[:, None] + k[None, :])[:, :, None] + n[None, None, :]"),

@@ -30,12 +30,12 @@ from insum.codegen.ir import (
     Named,
     Tile,
     apply,
+    as_tile,
     chain,
     distinct,
     load,
     product,
     store,
-    tile,
     where,
 )
 from insum.codegen.kernel import Kernel, kernel_of
@@ -163,7 +163,7 @@ class _Check:
     def index(self, index: Affine, places: Mapping[str, Tile]) -> tuple[Tile, list[Tile]]:
         """The value of an index expression, and the masks under which it is one."""
         masks: list[Tile] = [self.there]
-        parts = [tile(index.offset)] if index.offset else []
+        parts = [as_tile(index.offset)] if index.offset else []
         if not index.terms:
             parts.append(self.at * 0)
         for by, atom in index.terms:
@@ -172,7 +172,7 @@ class _Check:
             else:
                 value, more = self.load(atom, places)
                 masks += more
-            parts.append(value if by == 1 else tile(by) * value)
+            parts.append(value if by == 1 else as_tile(by) * value)
         return self.define(chain("+", *parts)), distinct(masks)
 
     def load(self, access: Access, places: Mapping[str, Tile]) -> tuple[Tile, list[Tile]]:
@@ -187,7 +187,7 @@ class _Check:
             masks += more
             if any(isinstance(atom, Access) for _, atom in index.terms):
                 length = self.arg(Length(access.tensor, dim))
-                masks.append(((tile(0) <= value) & (value < length)).grouped())
+                masks.append(((as_tile(0) <= value) & (value < length)).grouped())
             offset.append(value * self.arg(Stride(access.tensor, dim, 1)))
         masks = distinct(masks)
         address = chain("+", self.arg(Pointer(access.tensor)), *(offset or [self.at * 0]))

@@ -11,12 +11,12 @@ from insum.codegen.ir import (
     Named,
     Tile,
     apply,
+    as_tile,
     cdiv,
     chain,
     load,
     loop,
     store,
-    tile,
 )
 from insum.codegen.kernel import Kernel, kernel_name, kernel_of
 from insum.lang.expr import Access
@@ -70,7 +70,7 @@ class _FitWriter:
     def body(self) -> list[KernelLine]:
         fit, column = self.fit, _COLUMN
         rows, row = self.arg(Count(FITTED_ROWS)), self.arg(Count(FITTED_ROW)) * UNIT
-        source, matrices = self.arg(Pointer(fit.tensor)), tile(1)
+        source, matrices = self.arg(Pointer(fit.tensor)), as_tile(1)
         tall, wide = (self.size(var) for var in self.vars)
         matrix, place = Named("matrix", _ROWS), Named("place", _ROWS)
         offset = [place * self.stride(fit.dims[-2])]
@@ -116,7 +116,7 @@ class _FitWriter:
     def stride(self, dim: int) -> Tile:
         unit = dict(self.plan.strides)[self.fit.tensor].units[dim]
         if unit >= 0:
-            return tile(unit)
+            return as_tile(unit)
         name = self.arg(Stride(self.fit.tensor, dim, -unit))
         return name if unit == -1 else name * -unit
 

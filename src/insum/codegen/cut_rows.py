@@ -29,6 +29,7 @@ from insum.codegen.ir import (
     Named,
     Tile,
     apply,
+    as_tile,
     cdiv,
     chain,
     combine,
@@ -36,7 +37,6 @@ from insum.codegen.ir import (
     loop,
     product,
     store,
-    tile,
     union,
     where,
 )
@@ -97,7 +97,7 @@ class CutRows:
         value = self.contract.full(value, union(("M",), value.axes))
         found = value if isinstance(value, Named) else frame.define("piece", value)
         assert isinstance(found, Named)
-        lines: list[KernelLine] = [Assignment(SLOT.name, tile(-1) - ROWS)]
+        lines: list[KernelLine] = [Assignment(SLOT.name, as_tile(-1) - ROWS)]
         lines.append(piece_stored(frame, self.contract, SLOT, found, [ROWS < 0]))
         lines += self.told()
         lines.append(Branch(_any(CUT_ROWS, "tl.max") >= 0, tuple(self.summed(found))))

@@ -18,11 +18,11 @@ from insum.codegen.ir import (
     Return,
     Tile,
     apply,
+    as_tile,
     cdiv,
     load,
     loop,
     operation,
-    tile,
 )
 from insum.codegen.kernel import Kernel, Shape, function_of, kernel_name, kernel_of
 from insum.codegen.output import Output
@@ -156,14 +156,14 @@ class Emitter:
         if not frame.counters:
             return [*frame.index_lines, *frame.stages[2]]
         if self.shape.single_k and not self.shape.pieces:
-            return [Assignment("t", tile(0)), *self.loop_body()]
+            return [Assignment("t", as_tile(0)), *self.loop_body()]
         outermost, *nested = frame.counters
         count = outermost
         if nested:
             inner = (Named(f"count{depth + 1}") for depth in range(len(nested)))
             count = operation("*", outermost, *inner)
         lines: list[KernelLine] = []
-        first, last = tile(0), count
+        first, last = as_tile(0), count
         if self.shape.pieces:
             total, step, piece = Named("t_count"), Named("t_step"), Named("piece")
             pieces = frame.arg(Count("piece_count"))

@@ -36,11 +36,11 @@ from insum.codegen.ir import (
     TileAxes,
     TileLike,
     apply,
+    as_tile,
     cdiv,
     chain,
     load,
     product,
-    tile,
     where,
 )
 from insum.codegen.kernel import Shape
@@ -107,7 +107,7 @@ class Frame:
 
     def assign(self, stage: int, name: str, value: TileLike, symbol: str = "=") -> Named:
         """Give a value a name, from a stage on."""
-        found = tile(value)
+        found = as_tile(value)
         self.put(stage, Assignment(name, found, symbol))
         return Named(name, found.axes, stage)
 
@@ -315,7 +315,7 @@ class Frame:
         there = where(row >= 0, row, 0) if self.plan.split else row
         self.vars[segment.row] = self.assign(0, f"{segment.row}_i", there)
         if self.shape.waits:
-            at = self.pointer(CUT_ROW) + (tile(-1) - row)
+            at = self.pointer(CUT_ROW) + (as_tile(-1) - row)
             self.assign(0, "cut_row", self.widened(load(at, row < 0, -2)))
 
     def segment_bounds(self) -> None:
@@ -349,7 +349,7 @@ class Frame:
             self.whole_k_axis()
         elif roles.k:
             # the counter of a loop is divided by it: cheap where it is a number of the code
-            known = tile(self.shape.k_tiles) if counts and self.shape.k_tiles else None
+            known = as_tile(self.shape.k_tiles) if counts and self.shape.k_tiles else None
             counts.append((self.k_count(in_k) if known is None else known, self.k_axis))
         self.unpack_counter(counts)
 

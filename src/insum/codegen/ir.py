@@ -176,13 +176,13 @@ class Reading(Tile):
     stage: int
 
 
-def tile(value: TileLike) -> Tile:
+def as_tile(value: TileLike) -> Tile:
     return value if isinstance(value, Tile) else Literal(str(value))
 
 
 def operation(symbol: str, *operands: TileLike, over: TileAxes | None = None) -> Tile:
     """An operation over the union of the axes, or in another order of them."""
-    args = [tile(one) for one in operands]
+    args = [as_tile(one) for one in operands]
     axes = union(*[a.axes for a in args]) if over is None else over
     stage = max([a.stage for a in args])
     return Operation(symbol, tuple([a.over(axes) for a in args]), axes, stage)
@@ -192,7 +192,7 @@ def chain(symbol: str, *operands: TileLike) -> Tile:
     """The same of many, one after the other: what is such a chain itself is taken apart, unless it
     is `Tile.grouped`.
     """
-    found = [part for one in operands for part in terms(symbol, tile(one))]
+    found = [part for one in operands for part in terms(symbol, as_tile(one))]
     return found[0] if len(found) == 1 else operation(symbol, *found)
 
 
@@ -206,7 +206,7 @@ def terms(symbol: str, value: Tile) -> list[Tile]:
 
 def product(parts: Iterable[TileLike]) -> Tile:
     """Of sizes, of which there may be none."""
-    found = [tile(one) for one in parts] or [tile(1)]
+    found = [as_tile(one) for one in parts] or [as_tile(1)]
     return found[0] if len(found) == 1 else operation("*", *found)
 
 
@@ -216,10 +216,10 @@ def apply(
     """A function of tiles, over the union of their axes; ``over``: the axes of what it gives where
     those are others. Keywords without a value are left out.
     """
-    args, named = [tile(one) for one in operands], []
+    args, named = [as_tile(one) for one in operands], []
     for key, value in keywords.items():
         if value is not None:
-            named.append((key, tile(value)))
+            named.append((key, as_tile(value)))
     stage = max([0, *[a.stage for a in args], *[a.stage for _, a in named]])
     if over is None:
         over = union(*[a.axes for a in args])
@@ -233,7 +233,7 @@ def load(
     axes, stage = address.axes, address.stage
     if mask is not None:
         mask, stage = mask.over(axes), max(stage, mask.stage)
-    return Reading(address, mask, None if other is None else tile(other), cache, axes, stage)
+    return Reading(address, mask, None if other is None else as_tile(other), cache, axes, stage)
 
 
 def where(condition: Tile, value: TileLike, otherwise: TileLike) -> Tile:
@@ -346,7 +346,7 @@ KernelLine: TypeAlias = Assignment | Effect | Return | Loop | Branch
 
 def loop(name: str, *bounds: TileLike, body: Iterable[KernelLine]) -> Loop:
     """``for name in range(*bounds)``."""
-    return Loop(name, tuple(tile(one) for one in bounds), tuple(body))
+    return Loop(name, tuple(as_tile(one) for one in bounds), tuple(body))
 
 
 def store(address: Tile, value: Tile, mask: Tile | None = None) -> Effect:

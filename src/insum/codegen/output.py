@@ -18,13 +18,13 @@ from insum.codegen.ir import (
     Tile,
     TileAxes,
     apply,
+    as_tile,
     chain,
     combine,
     distinct,
     load,
     operation,
     store,
-    tile,
     union,
     where,
 )
@@ -156,7 +156,7 @@ class Output:
         if plan.split and self.shape.waits:
             value = CutRows(self.frame, self.contract).put_together(value)
         elif plan.split:
-            slot = tile(-1) - row
+            slot = as_tile(-1) - row
             self.frame.put(AFTER, piece_stored(self.frame, self.contract, slot, value, [row < 0]))
         self.emit_store(plan.target, value, extra=[row >= 0] if plan.split else [])
 
@@ -170,7 +170,7 @@ class Output:
 
     def everywhere(self, axes: TileAxes) -> Tile:
         if not axes:
-            return tile("True")
+            return as_tile("True")
         return apply("tl.full", self.frame.block(axes), 1, "tl.int1", over=axes)
 
     def emit_store(

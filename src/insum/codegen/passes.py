@@ -14,11 +14,11 @@ from insum.codegen.ir import (
     Reading,
     Tile,
     TileLike,
+    as_tile,
     chain,
     inside,
     loop,
     rebuilt,
-    tile,
 )
 
 #: The counter of the loop.
@@ -72,7 +72,7 @@ def side_by_side(
 
 
 def _bounds(first: TileLike, last: TileLike) -> list[KernelLine]:
-    return [Assignment(_FIRST.name, tile(first)), Assignment(_LAST.name, tile(last))]
+    return [Assignment(_FIRST.name, as_tile(first)), Assignment(_LAST.name, as_tile(last))]
 
 
 def _at_step(lines: Sequence[Assignment], loads: set[str], at: Tile) -> list[Assignment]:
@@ -127,7 +127,7 @@ def _bounded(value: Tile, bound: Tile) -> Tile:
         if not isinstance(part, Reading):
             return rebuilt(part, change)
         if part.mask is None:
-            return replace(part, mask=bound, other=tile(0))
+            return replace(part, mask=bound, other=as_tile(0))
         return replace(part, mask=chain("&", bound, part.mask))
 
     return change(value)

@@ -18,13 +18,13 @@ from insum.codegen.ir import (
     Tile,
     TileAxes,
     apply,
+    as_tile,
     chain,
     combine,
     distinct,
     load,
     narrow_first,
     operation,
-    tile,
     union,
     where,
 )
@@ -57,11 +57,11 @@ class Reads:
     def index(self, index: Affine) -> Tile:
         parts = [self.scaled(c, self.atom(a)) for c, a in index.terms]
         if index.offset or not parts:
-            parts.append(tile(index.offset))
+            parts.append(as_tile(index.offset))
         return combine(parts, "+")
 
     def scaled(self, coefficient: int, value: Tile) -> Tile:
-        return value if coefficient == 1 else combine([value, tile(coefficient)], "*")
+        return value if coefficient == 1 else combine([value, as_tile(coefficient)], "*")
 
     def atom(self, atom: Var | Access) -> Tile:
         return (
@@ -82,7 +82,7 @@ class Reads:
                 value = value * self.stride(of or access.tensor, dim, unit)
             by_axes.setdefault(value.axes, []).append(value)
         if not by_axes:
-            return tile(0)
+            return as_tile(0)
         return combine([combine(parts, "+") for parts in by_axes.values()], "+")
 
     def address(self, access: Access, offset: Tile) -> Tile:
@@ -97,7 +97,7 @@ class Reads:
         values at once.
         """
         if unit >= 0:
-            return tile(unit)
+            return as_tile(unit)
         if tensor == FITTED:
             lengths = [FITTED_ROWS, FITTED_ROW][dim - len(self.units(tensor)) + 1 :]
             return operation("*", *(self.frame.arg(Count(n)) for n in lengths), -unit)
@@ -142,7 +142,7 @@ class Reads:
         found = [v for a in nested for v in self.ranges(a, inner=True)]
         for dim in self.guarded(access):
             value = self.place(access, dim)
-            inside = (tile(0) <= value) & (value < self.length(access.tensor, dim))
+            inside = (as_tile(0) <= value) & (value < self.length(access.tensor, dim))
             found.append(inside.grouped())
         return found
 
@@ -395,7 +395,7 @@ class Reads:
     def literal(self, value: int | float, dtype: str) -> Tile:
         """A number of the statement. By itself Triton would take it for a float32."""
         text = repr(value) if math.isfinite(value) else f'float("{value}")'
-        return apply("tl.full", "[]", text, "tl.float64") if dtype == "float64" else tile(text)
+        return apply("tl.full", "[]", text, "tl.float64") if dtype == "float64" else as_tile(text)
 
     def number(self, tensor: str, dtype: str) -> Tile:
         """A number that is passed; integers are computed with in the kind of the result."""
@@ -442,7 +442,7 @@ class Reads:
         """
         for bound in self.plan.bounds:
             place = self.frame.define("place", self.index(bound.index))
-            inside = (tile(0) <= place) & (place < self.frame.size(bound.var))
+            inside = (as_tile(0) <= place) & (place < self.frame.size(bound.var))
             mask = self.frame.define("inside", inside)
             self.frame.point_masks.append((frozenset(variables(bound.index)), mask))
         for factor in (*self.plan.factors, self.plan.target):
@@ -473,4 +473,4 @@ def converted(value: Tile, kind: str, dtype: str) -> Tile:
 
 def _is_presence(mask: Tile) -> bool:
     """Whether a mask is of an index that is there, and not padding."""
-    return isinstance(mask, Operation) and mask.symbol == ">=" and mask.args[1] == tile(0)
+    return isinstance(mask, Operation) and mask.symbol == ">=" and mask.args[1] == as_tile(0)

@@ -25,11 +25,11 @@ from insum.codegen.ir import (
     Tile,
     TileAxes,
     apply,
+    as_tile,
     chain,
     combine,
     loop,
     store,
-    tile,
     union,
     where,
 )
@@ -302,7 +302,7 @@ class _Unrolled:
         for shared, (_, points) in self.grouped(pattern, at).items():
             (scale,) = self.scales(points).values()
             value = self.reads.evaluate(shared, self.plan.accumulator)
-            parts.append(value if scale == tile(1) else combine([scale, value], "*"))
+            parts.append(value if scale == as_tile(1) else combine([scale, value], "*"))
         return self.frame.define("tile", combine(parts, "+"))
 
     def sums_of(self, tensor: str, pattern: Pattern) -> list[_Part]:
@@ -519,7 +519,7 @@ class _Unrolled:
         found: dict[Access, list[Tile]] = {}
         for target, rest in points:
             parts = [self.reads.evaluate(f, self.plan.accumulator) for f in rest]
-            found.setdefault(target, []).append(combine(parts, "*") if parts else tile(1))
+            found.setdefault(target, []).append(combine(parts, "*") if parts else as_tile(1))
         return {target: combine(scales, "+").grouped() for target, scales in found.items()}
 
     def write_out(self, target: Access, value: Tile) -> None:
