@@ -99,6 +99,27 @@ def test_gat_conv_is_pygs(options: dict[str, Any]) -> None:
         torch.testing.assert_close(parameter.grad, dict(theirs.named_parameters())[name].grad)
 
 
+def test_loops_leave_no_places_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing waits for a CPU: there the other edges can be counted, and none is padding."""
+    edges, x = torch.tensor([[0, 1, 1, 2, 2], [1, 1, 1, 0, 2]]), torch.randn(3, 5)
+    asked: list[Any] = []
+    run = insum.insum
+
+    def seen(*args: Any, **options: Any) -> Any:
+        asked.append((options["padded"], options["dst"]))
+        return run(*args, **options)
+
+    monkeypatch.setattr(insum, "insum", seen)
+    layer = GATConv(5, 4, bias=False)
+    found = layer(x, edges)
+    assert {padded for padded, _ in asked} == {()}
+    assert asked[0][1].tolist() == [1, 0, 0, 1, 2]
+    asked.clear()
+    monkeypatch.setattr("insum.nn.attention.can_look", lambda tensor: False)
+    torch.testing.assert_close(layer(x, edges.clone()), found)
+    assert asked[0] == (("src", "dst"), asked[0][1]) and len(asked[0][1]) == 8
+
+
 def test_compiled() -> None:
     layer, edges, x = GATConv(5, 4, heads=2), graph(), torch.randn(NODES, 5)
     run = torch.compile(layer, backend="aot_eager", fullgraph=True)

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 import insum
 from insum.accepted import COUNT, FLAG, NUMBER, SIZE, TENSOR, explains, takes
 from insum.api import sum_onto
+from insum.compat.calls import is_eager_call
 from insum.errors import BindingError, SettingsError
 from insum.formats.operands import OWNER, StatementOwner
-from insum.memory import remembered
+from insum.memory import can_look, remembered
 from insum.nn.checks import layer_takes, node_rows, one_device
 from insum.nn.edges import check_edges, endpoints
 
@@ -246,22 +247,30 @@ class GATConv(nn.Module):
         """
         if not self.add_self_loops:
             return src, dst, ()
-        own, other = remembered(edges, ("one loop each", nodes), lambda: _looped(src, dst, nodes))
-        return own, other, ("src", "dst")
+        return remembered(edges, ("one loop each", nodes), lambda: _looped(src, dst, nodes))
 
     def extra_repr(self) -> str:
         return f"{self.in_channels}, {self.out_channels}, heads={self.heads}"
 
 
-def _looped(src: Tensor, dst: Tensor, nodes: int) -> tuple[Tensor, Tensor]:
-    """The edges without their loops, each of which leaves an empty place, and a loop for each node
-    behind them. What is no node stays none.
+def _looped(src: Tensor, dst: Tensor, nodes: int) -> tuple[Tensor, Tensor, tuple[str, ...]]:
+    """The edges without their loops, and a loop for each node behind them. A loop leaves an empty
+    place where counting the others would wait for a device. What is no node stays none, and where
+    it was.
     """
     is_loop = (src == dst) & (src >= 0)
     own = torch.arange(nodes, device=src.device, dtype=src.dtype)
+    if can_look(src) and is_eager_call((src, dst)) and _are_nodes(src, dst, nodes):
+        others = ~is_loop
+        return torch.cat([src[others], own]), torch.cat([dst[others], own]), ()
 
     def end(index: Tensor) -> Tensor:
         index = torch.where(index < 0, index - 1, index)
         return torch.cat([torch.where(is_loop, -1, index), own])
 
-    return end(src), end(dst)
+    return end(src), end(dst), ("src", "dst")
+
+
+def _are_nodes(src: Tensor, dst: Tensor, nodes: int) -> bool:
+    ends = torch.stack([src, dst])
+    return bool(((ends >= 0) & (ends < nodes)).all())
