@@ -10,15 +10,14 @@ from torch import Tensor, nn
 import insum
 from insum.accepted import COUNT, FLAG, SIZE, TENSOR, TEXT, Accepted, takes
 from insum.api import sum_onto
-from insum.compat.calls import is_eager_call
 from insum.errors import BindingError, UnsupportedError
 from insum.formats import SparseFormat
 from insum.formats.operands import StatementOwner
 from insum.nn.checks import EDGES, PAIR, kernels_look, layer_takes, node_rows, one_device
 from insum.nn.edges import check_edges, gcn_ends
-from insum.nn.functional import _REDUCTIONS, _tensor, aggregated, over_ends
+from insum.nn.functional import _REDUCTIONS, aggregated, over_ends
 from insum.nn.lazy import CHANNEL_PAIR, CHANNELS, linear_of, sized_by_success, waits
-from insum.nn.relations import check_relations, groups, listed, relations
+from insum.nn.relations import check_relations, groups, listed
 
 SIDES = Accepted(
     "a pair of them: sources, and targets or None",
@@ -374,10 +373,9 @@ class RelationalConv(nn.Module):
     """``Out[dst[p],m] = N[p] * In[src[p],c] * W[rel[p],c,m]``: a weight matrix for each relation,
     as `torch_geometric.nn.RGCNConv`.
 
-    The edges are held as a sparse tensor ``A[target, source, relation]`` grouped by relation, and
-    the layer is ``insum.einsum("Out[x,m] = A[x,y,z] * In[y,c] * W[z,c,m]", ...)``. With
-    ``aggr="mean"`` the edges of one relation into one node are averaged, with ``"sum"`` they are
-    added; the relations are summed.
+    The layer is that statement, on GPUs over edges in groups of one relation. With ``aggr="mean"``
+    the edges of one relation into one node are averaged, with ``"sum"`` they are added; the
+    relations are summed.
 
     Args:
         in_channels: Features of a node.
@@ -501,23 +499,19 @@ class RelationalConv(nn.Module):
                 return insum.insum(statement, **options).reshape(nodes, self.out_channels)
             base = base.reshape(*base.shape[:-1], *out[1:]) if b else base
             return sum_onto(base, statement, **options).reshape(nodes, self.out_channels)
-        if not is_eager_call((edge_index, edge_type)):
-            given = edge_index, edge_type, nodes, count
-            source, target, shares = listed(*given, mean=mean, dtype=x.dtype)
-            result = insum.insum(
-                f"Out[X[e],{b}m] = V[e] * In[Y[e],{b}c] * W[Z[e],{b}c,m]",
-                out_shape=out,
-                X=target,
-                Y=source,
-                Z=edge_type,
-                V=shares,
-                In=features,
-                W=self._weights(),
-            )
-        else:
-            A = relations(edge_index, edge_type, nodes, count, mean=mean, dtype=x.dtype)
-            statement = f"Out[x,{b}m] = A[x,y,z] * In[y,{b}c] * W[z,{b}c,m]"
-            result = _tensor(insum.einsum(statement, A=A, In=features, W=self._weights()))
+        source, target, shares = listed(
+            edge_index, edge_type, nodes, count, mean=mean, dtype=x.dtype
+        )
+        result = insum.insum(
+            f"Out[X[e],{b}m] = V[e] * In[Y[e],{b}c] * W[Z[e],{b}c,m]",
+            out_shape=out,
+            X=target,
+            Y=source,
+            Z=edge_type,
+            V=shares,
+            In=features,
+            W=self._weights(),
+        )
         result = result.reshape(nodes, self.out_channels)
         return result if base is None else result + base
 

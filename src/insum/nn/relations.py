@@ -1,4 +1,4 @@
-"""Edges of several relations, grouped by them and kept with the edges."""
+"""Edges of several relations: their shares, and on GPUs groups of each relation, kept with them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 import insum
+from insum.compat.calls import is_eager_call
 from insum.errors import BindingError, InsumError
-from insum.formats import GroupCOO
 from insum.memory import remembered
 from insum.nn.checks import integers
 from insum.nn.edges import check_range, endpoints, plain
@@ -20,30 +20,19 @@ from insum.runtime.record import out_of_range
 def listed(
     edge_index: Tensor, edge_type: Tensor, nodes: int, count: int, *, mean: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sources, targets and shares of the edges as they come, for tracers and transforms."""
+    """Sources, targets and shares of the edges as they come; shares are kept with them, but for
+    tracers and transforms.
+    """
     src, dst = endpoints(edge_index, nodes, nodes)
-    return src, dst, _shares(dst, edge_type, nodes, count, mean, dtype)
 
+    def make() -> Tensor:
+        return _shares(dst, edge_type, nodes, count, mean, dtype)
 
-def relations(
-    edge_index: Tensor, edge_type: Tensor, nodes: int, count: int, *, mean: bool, dtype: torch.dtype
-) -> GroupCOO:
-    """Edges as ``A[target, source, relation]``, grouped by relation and kept with them."""
-    src, dst = endpoints(edge_index, nodes, nodes)
-    shape = (nodes, nodes, count)
+    if not is_eager_call((edge_index, edge_type)):
+        return src, dst, make()
     check_range("edge_type", edge_type, (count,), "relations")
-    token = remembered(edge_index, "token", object)  # these edges in this version
-
-    def make() -> GroupCOO:
-        return GroupCOO.from_entries(
-            (dst, src, edge_type),
-            _shares(dst, edge_type, nodes, count, mean, dtype),
-            shape,
-            group_dims=2,
-            validate=False,
-        )
-
-    return remembered(edge_type, ("relations", token, shape, mean, dtype), make)
+    key = "shares", nodes, count, mean, dtype
+    return src, dst, remembered(edge_type, key, make, edge_index)
 
 
 def check_relations(edge_index: Tensor, edge_type: Tensor) -> None:
