@@ -85,6 +85,10 @@ def test_entries_that_are_matrices_of_few_columns_fill_tiles_together() -> None:
     given |= {"a": torch.empty(12_000, 16, 4).half(), "b": torch.empty(3000, 4, 64).half()}
     plan, _ = guessed("y[r[p],i,n] = a[p,i,j] * b[c[p],j,n]", rows=3000, **given)
     assert plan.segment is not None and plan.roles.k == (plan.segment.var, "j")
+    # what scales entries keeps them apart
+    given["s"] = torch.empty(12_000).half()
+    plan, _ = guessed("y[r[p],i,n] = s[p] * a[p,i,j] * b[c[p],j,n]", rows=3000, **given)
+    assert plan.segment is not None and plan.roles.k == (plan.segment.var,)
 
 
 def test_of_few_wide_rows_the_sum_is_not_cut_in_half_precision() -> None:

@@ -701,3 +701,36 @@ def test_rows_that_the_dtype_of_the_index_does_not_hold(dtype: torch.dtype, rows
         assert torch.equal(
             got, torch.zeros(rows).index_add(0, index.reshape(-1), value.reshape(-1))
         )
+
+
+ONE_HOT = {
+    "rows": ("C[r[p],n] = x[p,n]", (40, 32), (16, 32)),
+    "columns": ("C[n,r[p]] = x[n,p]", (33, 40), (33, 16)),
+    "columns of rows": ("C[n,r[p]] = x[p,n]", (40, 32), (32, 16)),
+    "one place each": ("C[r[p]] = x[p,n]", (40, 32), (16,)),
+    "rows of matrices": ("C[h,r[p],n] = x[p,h,n]", (40, 3, 20), (3, 16, 20)),
+}
+
+
+@pytest.mark.parametrize("name", ONE_HOT)
+def test_register_tiles_in_every_orientation(name: str) -> None:
+    """On tensor cores, where all sides are long enough, and elsewhere."""
+    statement, shape, out = ONE_HOT[name]
+    torch.manual_seed(0)
+    values = {"r": torch.randint(0, 16, (40,)), "x": torch.randn(shape)}
+    with insum.settings(backend="fused", require_fused=True, scatter="onehot"):
+        found = insum.insum(statement, out_shape=out, **values)
+    with insum.settings(backend="graph", require_fused=False):
+        torch.testing.assert_close(found, insum.insum(statement, out_shape=out, **values))
+
+
+def test_register_tiles_of_matrices_that_are_scattered() -> None:
+    torch.manual_seed(0)
+    values = {"r": torch.randint(0, 10, (64,)), "c": torch.randint(0, 5, (64,))}
+    values |= {"a": torch.randn(64, 2, 17, 2), "b": torch.randn(5, 2, 2, 40)}
+    statement = "o[r[p],h,i,n] = a[p,h,i,j] * b[c[p],h,j,n]"
+    with insum.settings(**ONLY_FUSED):
+        found = insum.insum(statement, sizes={0: 10}, **values)
+    each = torch.einsum("phij,phjn->phin", values["a"], values["b"][values["c"]])
+    wanted = torch.zeros(10, 2, 17, 40).index_add(0, values["r"], each)
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)

@@ -170,6 +170,22 @@ def test_what_is_read_through_indices_is_scattered() -> None:
     assert plan.strategy == "atomic" and not plan.bounds
 
 
+@pytest.mark.parametrize("more", ["2", "d[i+j]", "d[i+j] * a[i]"])
+def test_a_term_that_does_not_read_all_of_its_window(more: str) -> None:
+    """How many points meet in a place is not to be read off the factors then."""
+    values = {n: torch.randn(k) for n, k in (("a", 4), ("b", 5), ("d", 8)) if f"{n}[" in more}
+    values |= {"a": torch.randn(4), "b": torch.randn(5)}
+    statement = f"C[i+j] += a[i] * b[j] + {more}"
+    with insum.settings(**ONLY_FUSED):
+        found = insum.insum(statement, C=torch.ones(8), **values)
+    i, j = torch.meshgrid(torch.arange(4), torch.arange(5), indexing="ij")
+    terms = {"2": 2.0, "d[i+j]": values.get("d", found)[i + j]}
+    terms["d[i+j] * a[i]"] = terms["d[i+j]"] * values["a"][:, None]
+    each = values["a"][:, None] * values["b"] + terms[more]
+    wanted = torch.ones(8).index_add(0, (i + j).flatten(), each.flatten())
+    torch.testing.assert_close(found, wanted)
+
+
 @pytest.mark.parametrize("extent", [0, 1])
 @pytest.mark.parametrize("var", ["t", "r", "b", "c"])
 def test_empty_and_single(var: str, extent: int) -> None:

@@ -121,7 +121,8 @@ class Output:
             pick = operation("&", pick, self.frame.masks[scattered], over=pair)
         sizes = [self.frame.tile(a) for a in ("I", scattered, *(a for a in axes if a != "I"))]
         if len(axes) == 2 and min(sizes) >= 16 and self.plan.accumulator == "float32":
-            return self.onehot_product(value, where(pick, "1.0", "0.0"), axes)
+            hot = apply("tl.where", pick, "1.0", "0.0", over=pair)
+            return self.onehot_product(value, hot, axes)
         every = (*pair, *axes[1:]) if first else (axes[0], *pair)
         picked = apply("tl.where", pick.over(every), value.over(every), 0, over=every)
         return Assignment(TOTAL, reduced("sum", picked, scattered), "+=")

@@ -124,12 +124,16 @@ def _triples(roles: Roles, smallest: int) -> list[tuple[float, str, str, str]]:
 
 def _is_deep(roles: Roles, k: str, smallest: int) -> bool:
     """Whether a tile's K axis is filled: by a variable, or by one together with the entries of a
-    segment, which would have to fill it by themselves otherwise.
+    segment, which would have to fill it by themselves otherwise. What scales entries, and does not
+    depend on the variable, keeps them apart.
     """
     if roles.extents[k] >= smallest:
         return True
-    beside = roles.segment in roles.summed and roles.extents[roles.segment] >= smallest
-    return beside and k != roles.segment and roles.extents[k] > 1 and _joins_entries(roles, k)
+    segment, depends = roles.segment, [roles.depends(f) for f in range(len(roles.factors))]
+    if k == segment or roles.extents[k] < 2 or any(segment in d and k not in d for d in depends):
+        return False
+    beside = segment in roles.summed and roles.extents[segment] >= smallest
+    return beside and _joins_entries(roles, k)
 
 
 def _is_thin(roles: Roles, _: float, m: str, n: str, k: str) -> bool:

@@ -15,7 +15,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from insum.lang.expr import Access, Affine, Expr, Var, accesses, affine, fresh, index_of
+from insum.lang.expr import (
+    Access,
+    Affine,
+    Expr,
+    Var,
+    accesses,
+    affine,
+    fresh,
+    index_of,
+    variables,
+)
 from insum.plan.plan import Bound
 from insum.plan.recipes import CeilDivided, OfExtent, OfShape, SizeExpr
 from insum.plan.sizes import power_of_two
@@ -59,7 +69,8 @@ def gathered(
     shape: tuple[int, ...],
     taken: set[str],
 ) -> Gathered | None:
-    """The product as a gather; None where its left side has no window, or more than windows.
+    """The product as a gather; None where its left side has no window, or more than windows, or
+    where its factors do not say how many points meet in a place.
 
     >>> from insum.lang.parser import parse
     >>> def seen(text, shape, **sizes):
@@ -87,9 +98,14 @@ def gathered(
         return None
     change = {v: index for solved in found for v, index in solved.change.items()}
     kept = {v: n for v, n in extents.items() if v not in change}
+    place = Access(target.tensor, tuple(indices), target.span)
+    read = tuple(substitute(factor, change) for factor in factors)
+    walked = {v for expr in (place, *read) for v in variables(expr)}
+    if not walked.issuperset(v for index in change.values() for v in variables(index)):
+        return None  # points are counted by a variable that nothing is read at
     return Gathered(
-        Access(target.tensor, tuple(indices), target.span),
-        tuple(substitute(factor, change) for factor in factors),
+        place,
+        read,
         {v: size for solved in found for v, size in solved.made.items()},
         kept | {v: n for solved in found for v, n in solved.extents.items()},
         tuple(Bound(index, var) for var, index in change.items()),
