@@ -72,13 +72,19 @@ def test_rows_that_are_gathered_from_anywhere_are_copied(inputs: int) -> None:
     assert f"f is copied first, in rows of {row}, which wide loads read" in plan.why
 
 
+@pytest.mark.parametrize("outputs", [16, 128, 256])
+def test_rows_that_no_wide_load_reads_are_copied(outputs: int) -> None:
+    (*_, step) = launches(look(100, outputs))
+    assert any("wide loads" in why for why in step.launch.plan.why)
+
+
 def test_rows_that_are_not_copied() -> None:
     """They are gathered seldom, aligned, wide enough; or the result is wide."""
     for one in (
         look(100, 64, matrices=3, voxels=100_000),
         look(104, 64),
         look(100, 64, torch.float32),
-        look(100, 128),
+        look(100, 512),
     ):
         assert not any(
             "wide loads" in why for step in launches(one) for why in step.launch.plan.why
