@@ -49,6 +49,7 @@ def emit_fitting(plan: Plan, fit: Fit, units: dict[str, int]) -> Kernel:
 
 #: Rows and columns of the tile that is copied, and what says which of them are to be.
 _ROWS, _COLUMNS = ("M",), ("N",)
+_BLOCK = (*_ROWS, *_COLUMNS)
 _AT, _COLUMN = Named("at", _ROWS), Named("column", _COLUMNS)
 _THERE, _FILLED = Named("there", _ROWS), Named("filled", _ROWS)
 
@@ -119,9 +120,6 @@ class _FitWriter:
             return as_tile(unit)
         name = self.arg(Stride(self.fit.tensor, dim, -unit))
         return name if unit == -1 else name * -unit
-
-
-_BLOCK = (*_ROWS, *_COLUMNS)
 
 
 def _first_rows(plan: Plan, count: int) -> Assignment:
