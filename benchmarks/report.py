@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from sweep_report import sweep_lines, sweep_picture
+from tables import head
 
 ROOT = Path(__file__).parent.parent
 RESULTS, README, PAGE = (
@@ -86,15 +87,6 @@ def page(folder: Path = RESULTS) -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _head(*columns: str) -> list[str]:
-    """The first lines of a table; columns of numbers are marked by a ``>``."""
-    names = " | ".join(column.removeprefix(">") for column in columns)
-    return [
-        f"| {names} |".replace("|  |", "| |"),
-        "|" + "|".join("--:" if column.startswith(">") else "---" for column in columns) + "|",
-    ]
-
-
 def _torch(result: dict[str, Any]) -> str:
     """The version of torch; older records have no other versions."""
     found: str = result["versions"]["torch"] if "versions" in result else result["torch"]
@@ -148,7 +140,7 @@ def _exhibit(one: dict[str, Any], section: dict[str, Any]) -> list[str]:
     lines = [f"## {one['case'][:1].upper()}{one['case'][1:]}", "", "```text", one["statement"]]
     title = "Places of the result, from above, and those of a factor that they take from"
     lines += ["```", "", f"![{title}](pictures/{_pattern_name(one['case'])})", ""]
-    lines += [*_head("", "", ">ms", ">insum is faster by", ">of the limit")]
+    lines += [*head("", "", ">ms", ">insum is faster by", ">of the limit")]
     for direction in ("forward", "forward+backward"):
         for (case, dtype), rows in grouped(section["rows"], direction).items():
             if case == one["case"]:
@@ -284,9 +276,7 @@ def new_data_lines(result: dict[str, Any]) -> list[str]:
         "call waited for. Most of these times are the host's, which differs between machines by "
         "a third. A step is forward, sum, backward and SGD.",
         "",
-        *_head(
-            "case", "", ">median ms", ">p99", ">most", ">wanted", ">compiled", "waits", ">error"
-        ),
+        *head("case", "", ">median ms", ">p99", ">most", ">wanted", ">compiled", "waits", ">error"),
     ]
     for row in result["rows"]:
         error = "" if row["error"] is None else f"{row['error']:.0e}"
@@ -331,7 +321,7 @@ def unet_lines(result: dict[str, Any]) -> list[str]:
         "such a step. float16 is autocast; tf32: products of float32, by all of them.",
         *result.get("notes", ()),
         "",
-        *_head(
+        *head(
             "cloud", ">voxels", ">batch", "dtype", "", "contender",
             ">ms", ">new cloud, ms", ">MiB",
         ),
@@ -356,7 +346,7 @@ def voxel_lines(result: dict[str, Any]) -> list[str]:
         f"{result['device']}, torch {_torch(result)}, {result['date']}. Microseconds on maps that "
         "are there, and how many times those of the submanifold convolution of equal work.",
         "",
-        *_head("cloud", ">channels", "layer", ">pairs", ">us", ">times"),
+        *head("cloud", ">channels", "layer", ">pairs", ">us", ">times"),
     ]
     for row in result["layers"]:
         lines.append(
@@ -381,7 +371,7 @@ def model_lines(result: dict[str, Any]) -> list[str]:
         "device to an idle device; memory at the peak of a step; the error is that of energies, "
         "forces, stress and gradients of parameters in float64.",
         "",
-        *_head("model", "step", "contender", ">atoms", ">edges", ">ms", ">MiB", ">error"),
+        *head("model", "step", "contender", ">atoms", ">edges", ">ms", ">MiB", ">error"),
     ]
     for row in result["rows"]:
         peak = "" if row["peak_mib"] is None else f"{row['peak_mib']:.0f}"
@@ -419,7 +409,7 @@ def soak_lines(result: dict[str, Any]) -> list[str]:
     lines = [
         "## Soak test",
         "",
-        *_head("device", "torch", "date", ">minutes", ">trials", ">found", "command"),
+        *head("device", "torch", "date", ">minutes", ">trials", ">found", "command"),
     ]
     lines += [
         f"| {run['device']} | {_torch(run)} | {run['date']} | {run['seconds'] / 60:.1f} | "
@@ -443,7 +433,7 @@ def sanitizer_lines(result: dict[str, Any]) -> list[str]:
         "initcheck does not see what cuBLAS writes, there as in the one statement of the gallery "
         "that is left to it. The hazard of several threads is the tool's own: it lost a launch.",
         "",
-        *_head("tool", "over", "results", "said", "in kernels"),
+        *head("tool", "over", "results", "said", "in kernels"),
     ]
     for row in result["results"]:
         kernels = [name for name in row.get("kernels", {}) if name != "kernel"]
@@ -462,7 +452,7 @@ def compare_lines(result: dict[str, Any]) -> list[str]:
         f"Milliseconds as CUDA-graph replays, in turns. {result['device']}, torch "
         f"{_torch(result)}, {result['date']}.",
         "",
-        *_head("case", "dtype", "", "contender", ">before", ">now", ">now / before"),
+        *head("case", "dtype", "", "contender", ">before", ">now", ">now / before"),
     ]
     for row in result["rows"]:
         old, new = row["old_ms"], row["new_ms"]
@@ -485,7 +475,7 @@ def cpu_lines(result: dict[str, Any]) -> list[str]:
         "of the usual group size; torch.sparse has its transposed matrix prepared. torch "
         f"{_torch(result)}, {result['date']}.",
         "",
-        *_head("application", "case", "", "rival", ">insum", ">rival", ">ratio"),
+        *head("application", "case", "", "rival", ">insum", ">rival", ">ratio"),
     ]
     for row in result["rows"]:
         lines.append(
@@ -519,7 +509,7 @@ def _volume_lines(rows: list[Row]) -> list[str]:
         "Imbalance: entries of the rank that has most, by the mean. Seconds: planning all ranks "
         "one after the other, the order included.",
         "",
-        *_head("graph", "order", *(f">{c}" for c in columns), ">MB", ">imbalance", ">s"),
+        *head("graph", "order", *(f">{c}" for c in columns), ">MB", ">imbalance", ">s"),
     ]
     by_case: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
@@ -538,7 +528,7 @@ def _host_lines(rows: list[Row]) -> list[str]:
     lines = [
         "Host time of a warm call on one rank, in microseconds:",
         "",
-        *_head("call", ">plain format", ">partitioned", ">more"),
+        *head("call", ">plain format", ">partitioned", ">more"),
     ]
     return lines + [
         f"| {r['call']} | {r['plain_us']:.0f} | {r['partitioned_us']:.0f} | {r['more_us']:.0f} |"
@@ -552,7 +542,7 @@ def _model_lines(rows: list[Row]) -> list[str]:
         "of every rank are timed on one device; the rate and the latency of links are assumed "
         "(`--link`, `--latency`).",
         "",
-        *_head("graph", ">ranks", ">product", ">with all-gather", ">times one rank"),
+        *head("graph", ">ranks", ">product", ">with all-gather", ">times one rank"),
     ]
     return lines + [
         f"| {r['graph']} | {r['ranks']} | {r['product_ms']:.3f} | {r['all_gather_ms']:.3f} "
@@ -570,7 +560,7 @@ def bench_table(result: dict[str, Any]) -> list[str]:
     compared = [s for name, s in sections.items() if name not in STAGES]
     lines = _about(result["sections"])
     lines += [
-        *_head("application", "against", "", ">insum is faster in", ">least", ">median", ">most"),
+        *head("application", "against", "", ">insum is faster in", ">least", ">median", ">most"),
     ]
     lines += [line for s in compared for line in ratio_lines(s)]
     lines += ["", *(f"{s['title']}: {note}" for s in compared for note in s.get("notes", []))]
@@ -593,7 +583,7 @@ def case_lines(result: dict[str, Any]) -> list[str]:
         if section["benchmark"] in STAGES:
             lines += [*STAGES[section["benchmark"]](section), ""]
             continue
-        lines += _head(*TIMES)
+        lines += head(*TIMES)
         lines += [*time_lines(section, "forward"), *time_lines(section, "forward+backward"), ""]
         lines += [note + "\n" for note in section.get("notes", [])]
     return [*lines, f"Made by {_commands(result)}."]
@@ -602,7 +592,7 @@ def case_lines(result: dict[str, Any]) -> list[str]:
 def equivariant_lines(result: dict[str, Any]) -> list[str]:
     """The convolution of equivariant networks, row by row, with gradients of both orders."""
     (section,) = result["sections"]
-    lines = [f"## {section['title']}", "", *_about(result["sections"]), *_head(*TIMES)]
+    lines = [f"## {section['title']}", "", *_about(result["sections"]), *head(*TIMES)]
     for direction in ("forward", "forward+backward", "double backward"):
         lines += time_lines(section, direction)
     notes = [_memory_beside(section["rows"]), *section.get("notes", [])]
@@ -731,7 +721,7 @@ def ablation_lines(section: dict[str, Any]) -> list[str]:
     return [
         "What each technique contributes (each line has what those before it have):",
         "",
-        *_head("stage", ">ms", ">times as fast"),
+        *head("stage", ">ms", ">times as fast"),
         *(f"| {r['contender']} | {r['milliseconds']:.3f} | {_times(base, r)} |" for r in rows),
     ]
 
@@ -745,7 +735,7 @@ def compiler_lines(section: dict[str, Any]) -> list[str]:
     return [
         "From one line to a result:",
         "",
-        *_head("application", "route", ">first call s", ">run ms"),
+        *head("application", "route", ">first call s", ">run ms"),
         *(
             f"| {r['case']} | {r['contender']} | {r['first_call_s']:.2f} "
             f"| {r['milliseconds']:.3f} |"
@@ -953,7 +943,7 @@ def kernels_table(result: dict[str, Any]) -> list[str]:
         'run. A ratio above 1 means that insum is faster. "prototype" is a kernel written by '
         "hand for that one case, not part of this repository.",
         "",
-        *_head("application", "case", ">insum", "rivals", ">relative error"),
+        *head("application", "case", ">insum", "rivals", ">relative error"),
         *rows_of(result),
         "",
         f"Made by `{result['command']}`, then `python benchmarks/report.py`.",

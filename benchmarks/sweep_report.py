@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
+from tables import head
+
 Row: TypeAlias = dict[str, Any]
 #: Points of a line of the picture: size and milliseconds.
 Points: TypeAlias = list[tuple[float, float]]
@@ -41,7 +43,7 @@ def _products(rows: Sequence[Row]) -> list[str]:
     own = [row for row in rows if row["kind"] == "spmm"]
     widths = sorted({row["size"][0] for row in own})
     lines = ["### Sparse products by columns, microseconds (times as fast as torch.sparse)", ""]
-    lines += _head("graph", "dtype", *(f">{n}" for n in widths))
+    lines += head("graph", "dtype", *(f">{n}" for n in widths))
     for case, dtype in dict.fromkeys((row["case"], row["dtype"]) for row in _sorted(own)):
         by_width = {r["size"][0]: r for r in own if (r["case"], r["dtype"]) == (case, dtype)}
         cells = [_beside_rival(by_width.get(n)) for n in widths]
@@ -67,7 +69,7 @@ def _convolutions(rows: Sequence[Row]) -> list[str]:
             f"### Convolution by channels in and out, {case}, half precision, microseconds",
             "",
         ]
-        lines += _head("", *(f">{m}" for m in outputs))
+        lines += head("", *(f">{m}" for m in outputs))
         for c in inputs:
             cells = [f"{1e3 * times[c, m]:.1f}" if (c, m) in times else "" for m in outputs]
             lines.append(f"| {c} | {' | '.join(cells)} |")
@@ -78,7 +80,7 @@ def _convolutions(rows: Sequence[Row]) -> list[str]:
 def _blocks(rows: Sequence[Row]) -> list[str]:
     own = [row for row in rows if row["kind"] == "blocks"]
     lines = ["### Blocks, half precision, microseconds", ""]
-    lines += _head("matrix", ">in blocks of", ">insum", ">dense")
+    lines += head("matrix", ">in blocks of", ">insum", ">dense")
     for row in sorted(
         own, key=lambda r: ([int(n) for n in r["case"].split() if n.isdigit()], r["size"])
     ):
@@ -90,13 +92,6 @@ def _blocks(rows: Sequence[Row]) -> list[str]:
 
 def _sorted(rows: Iterable[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: (row["case"], row["dtype"], row["size"]))
-
-
-def _head(*columns: str) -> list[str]:
-    """The first lines of a table; columns of numbers are marked by a ``>``."""
-    names = " | ".join(column.removeprefix(">") for column in columns)
-    marks = "|".join("--:" if column.startswith(">") else "---" for column in columns)
-    return [f"| {names} |", f"|{marks}|"]
 
 
 # --- the picture ----------------------------------------------------------------------------------

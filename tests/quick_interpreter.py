@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 from typing import Any
 
 #: What is exchanged or used here, of ``triton.runtime.interpreter``.
@@ -18,7 +17,6 @@ NEEDED = (
     "interpreter_semantic",
     "interpreter_builder",
     "ReduceOps",
-    "FunctionRewriter",
 )
 
 
@@ -34,7 +32,6 @@ def quicken() -> bool:
     _leave_out_checks_that_nobody_reads(interpreter.interpreter_builder)
     _broadcast_only_what_differs(interpreter.interpreter_semantic)
     _share_shapes(tl)
-    interpreter.FunctionRewriter.rewrite_ast = _rewrite_what_is_read_once
     interpreter.ReduceOps.generic_reduce = _reduce_by_slices
     return True
 
@@ -120,20 +117,6 @@ def _share_shapes(tl: Any) -> None:
             known[key] = self.shape, self.numel, self.name
 
     tl.block_type.__init__ = init_type
-
-
-def _rewrite_what_is_read_once(self: Any) -> Any:
-    """The lines of a function are found once: the interpreter makes a function to be compiled of
-    it, which looks for them again, to be told in which line it begins.
-    """
-    try:
-        lines, first = inspect.getsourcelines(self.fn)
-    except Exception:  # as the interpreter: a function without a text stays as it is
-        return self.fn
-    begins = (place for place, line in enumerate(lines) if line.strip().startswith("def "))
-    self.filename, self.def_file_lineno = self.fn.__code__.co_filename, first + next(begins, 0)
-    self.def_lineno = self._find_def(lines)
-    return self._compile_and_exec(self._transform_ast(self._prepare_source(lines)))
 
 
 def _reduce_by_slices(self: Any, input: tuple[Any, ...]) -> list[Any]:

@@ -34,10 +34,6 @@ from scatters import draw_scatters
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-#: As it is, which most tests here do not wait for.
-COMES_BACK = HostCall.comes_back
-
-
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small statements too and at their first call, in chunks so small that there are several."""
@@ -741,24 +737,6 @@ def test_values_of_a_pattern_that_change_are_seen() -> None:
         found = insum.insum(PRODUCT, out_shape=(20, 4, 16), **values)
         with insum.settings(backend="graph"):
             torch.testing.assert_close(found, insum.insum(PRODUCT, out_shape=(20, 4, 16), **values))
-
-
-@pytest.mark.parametrize(("declare", "made"), [("unchanging", [0, 1]), ("constant", [1, 1])])
-def test_what_does_not_change_need_not_come_back(
-    declare: str, made: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The edges of a new graph at each step, which a layer declared, were taken for a pattern."""
-    values, calls = pattern(torch.float64, 16, 16), []
-    for name in "IJKL":
-        values[name] = getattr(insum, declare)(values[name].clone())
-    sub = patterns.Patterns.made
-    monkeypatch.setattr(patterns.Patterns, "made", lambda *a: calls.append(a) or sub(*a))
-    monkeypatch.setattr(HostCall, "comes_back", COMES_BACK)
-    counts = []
-    for _ in range(2):
-        insum.insum(PRODUCT, out_shape=(20, 4, 16), **values)
-        counts.append(len(calls))
-    assert counts == made
 
 
 def test_numbers_in_a_pattern_that_change_are_seen() -> None:

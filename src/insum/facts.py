@@ -262,9 +262,3 @@ def constant(tensor: Tensor) -> Tensor:
         entry.renew()
         entry.keep("facts", replace(facts, constant=True))
     return tensor
-
-
-def is_constant(entry: memory.Entry) -> bool:
-    """Whether `constant` was promised of an index tensor."""
-    facts: IndexFacts | None = entry.get("facts")
-    return facts is not None and facts.constant

@@ -27,7 +27,6 @@ from insum.codegen.arguments import (
 from insum.codegen.ir import (
     Assignment,
     Eager,
-    Effect,
     KernelLine,
     Literal,
     Named,
@@ -110,9 +109,6 @@ class Frame:
         found = as_tile(value)
         self.put(stage, Assignment(name, found, symbol))
         return Named(name, found.axes, stage)
-
-    def effect(self, stage: int, call: Tile | Effect) -> None:
-        self.put(stage, call if isinstance(call, Effect) else Effect(call))
 
     def name(self, base: str) -> str:
         self.serial += 1
@@ -346,7 +342,7 @@ class Frame:
             if not segment or v != segment.var
         ]
         if roles.k and counts and self.shape.k_tiles == 1:
-            self.whole_k_axis()
+            self.dense_k_axis()
         elif roles.k:
             # the counter of a loop is divided by it: cheap where it is a number of the code
             known = as_tile(self.shape.k_tiles) if counts and self.shape.k_tiles else None
@@ -402,10 +398,9 @@ class Frame:
         roles, segment = self.plan.roles, self.plan.segment
         if segment and segment.var in roles.k:
             return self.segment_k_axis(counter)
-        length = self.config.k
-        self.whole_k_axis(self.widened(counter) * length)
+        self.dense_k_axis(self.widened(counter) * self.config.k)
 
-    def whole_k_axis(self, first: Tile | None = None) -> None:
+    def dense_k_axis(self, first: Tile | None = None) -> None:
         """The places of one tile of K. Where it holds all of K, and begins nowhere else than at the
         ``first``, it is the same in every step of what is looped over.
         """

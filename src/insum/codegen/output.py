@@ -13,6 +13,7 @@ from insum.codegen.frame import AFTER, REGISTERS, Frame
 from insum.codegen.functions import merged, reduced
 from insum.codegen.ir import (
     Assignment,
+    Effect,
     KernelLine,
     Named,
     Tile,
@@ -187,7 +188,7 @@ class Output:
         mask, out = combine(distinct(masks), "&") if masks else None, self.frame.pointer(OUT)
         address = chain("+", out, offset.over(axes))
         if plan.strategy == "atomic" or self.shape.pieces:
-            self.frame.effect(AFTER, self.met(address, value, mask, axes))
+            self.frame.put(AFTER, Effect(self.met(address, value, mask, axes)))
             return
         if plan.base == BASE:
             value = merged(plan.reduce, self.based(place, masks).over(axes), value)

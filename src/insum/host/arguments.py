@@ -9,7 +9,6 @@ import torch
 
 from insum import memory
 from insum.compat.contexts import untracked
-from insum.facts import is_constant
 from insum.lang.bind import Value
 
 T = TypeVar("T")
@@ -72,16 +71,15 @@ class HostCall:
         return _remembered(entry, key, make) if found is None else found
 
     def comes_back(self, key: object) -> bool:
-        """Whether these index tensors were asked about before, or are constants, so that something
-        is worth making that takes longer than a call without it; that a tensor does not change
-        does not say that it comes back. Where the same bits are wanted each time, there is no first
-        time.
+        """Whether these index tensors were asked about before, or are said to stay, so that
+        something is worth making that takes longer than a call without it. Where the same bits
+        are wanted each time, there is no first time.
         """
         asked = "asked", key, self.serials
         if asked in self.entry:
             return True
         self.entry.keep(asked, True)
-        is_known = all(map(is_constant, self.entries.values()))
+        is_known = all(e.declared for e in self.entries.values())
         return is_known or torch.are_deterministic_algorithms_enabled()
 
     def among(self, names: Iterable[str]) -> HostCall:
