@@ -131,11 +131,12 @@ def reference(program: PlainProgram, upstream: Tensor) -> tuple[Tensor, ...]:
 def measured(program: PlainProgram, study: Study) -> dict[str, Any]:
     """Every way is compiled first, and then measured in turn."""
     device, fuse = study.device, "auto" if study.options.gpu else "always"
-    with torch.no_grad():
-        out = program.model(*program.arguments)
-    upstream = torch.randn(out.shape, device=device).to(out.dtype)
-    del out
-    want = reference(program, upstream)
+    with set_up():
+        with torch.no_grad():
+            out = program.model(*program.arguments)
+        upstream = torch.randn(out.shape, device=device).to(out.dtype)
+        del out
+        want = reference(program, upstream)
     row: dict[str, Any] = {"case": program.case, "messages": 4 * program.messages}
     torch.compiler.reset()
     insum.fusion.clear()
@@ -159,7 +160,8 @@ def measured(program: PlainProgram, study: Study) -> dict[str, Any]:
             except Exception as failure:
                 wait_quietly(device)
                 way.row.update(_failed(failure))
-        time_calls([way for way in prepared if "failed" not in way.row], device)
+        whole = [way for way in prepared if "failed" not in way.row]
+        time_calls(whole, device, study.asked.rounds if study.options.gpu else 1)
     if "failed" in row.get("insum", {}):
         alone = row.get("torch.compile", {})
         also = " (and so does torch.compile alone)" if "failed" in alone else ""
@@ -249,7 +251,7 @@ def replayed(run: Callable[[], tuple[Tensor, ...]], device: torch.device) -> flo
     return None
 
 
-def time_calls(every: Sequence[CompiledWay], device: torch.device) -> None:
+def time_calls(every: Sequence[CompiledWay], device: torch.device, rounds: int) -> None:
     """The calls of every way, in turns: medians into their rows."""
 
     def single(run: Callable[[], object]) -> float:
@@ -262,7 +264,7 @@ def time_calls(every: Sequence[CompiledWay], device: torch.device) -> None:
     for kind in ("forward", "both"):
         runs: Mapping[str, Callable[[], object]] = {way.name: getattr(way, kind) for way in every}
         for key, time_of in ((f"{kind}_ms", single), (f"{kind}_row_ms", in_a_row)):
-            times = in_turns(runs, ROUNDS if device.type == "cuda" else 1, time_of)
+            times = in_turns(runs, rounds, time_of)
             for way in every:
                 way.row[key] = statistics.median(times[way.name])
 
@@ -286,6 +288,9 @@ def add_options(parser: Any) -> None:
         help="train two layers on sampled neighbourhoods instead, steps after steps",
     )
     parser.add_argument("--steps", type=int, default=200, help="of --batches")
+    parser.add_argument(
+        "--rounds", type=int, default=ROUNDS, help="in which the ways take turns, on a GPU"
+    )
     parser.add_argument(
         "--breaks",
         action="store_true",
