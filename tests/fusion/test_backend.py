@@ -185,10 +185,10 @@ def test_what_is_left_to_inductor_where_nothing_is_known(
     """On a GPU, by itself: only chains with a matrix product in them gain from one kernel with
     atomics.
     """
-    from insum.fusion import cost
+    from insum.fusion import cost, roots
 
     monkeypatch.setattr(cost, "value_of", lambda node: Somewhere())
-    monkeypatch.setattr(cost, "WORTH_A_SCATTER", 1)
+    monkeypatch.setattr(roots, "WORTH_A_SCATTER", 1)
     why = "nothing is known of the index, and Inductor makes one kernel of it too"
 
     def program(x: Tensor, w: Tensor, edges: Tensor, where: Tensor) -> Tensor:
@@ -244,10 +244,10 @@ def test_edges_whose_number_changes(masked: bool, monkeypatch: pytest.MonkeyPatc
     """Mini-batches: nothing is known of their edges, and calling a kernel takes longer than
     Inductor's. A matrix product makes up for it.
     """
-    from insum.fusion import cost
+    from insum.fusion import cost, roots
 
     monkeypatch.setattr(cost, "value_of", lambda node: Somewhere())
-    monkeypatch.setattr(cost, "WORTH_A_SCATTER", 1)  # where the number stays, all is worth it
+    monkeypatch.setattr(roots, "WORTH_A_SCATTER", 1)  # where the number stays, all is worth it
 
     def program(x: Tensor, m: Tensor, edges: Tensor, types: Tensor) -> Tensor:
         edges = edges[:, types == 1] if masked else edges

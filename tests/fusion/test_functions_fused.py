@@ -154,7 +154,6 @@ def test_a_large_message_that_is_needed_too_is_scattered_as_it_is(
     """On a GPU, by itself: what counts is what is scattered, not what it is added up to."""
     monkeypatch.setattr(cost, "value_of", lambda node: Somewhere())
     monkeypatch.setattr(roots, "WORTH_A_SCATTER", E * C)
-    monkeypatch.setattr(cost, "WORTH_A_SCATTER", E * C)
     options = {"insum.rest": "eager"}
     run = torch.compile(relu_of_sum, backend="insum", options=options)
     agrees(relu_of_sum, run, (leaf(N, C), leaf(E, C), graph_of()))

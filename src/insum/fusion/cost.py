@@ -7,7 +7,7 @@ from torch.fx import Node
 
 from insum.fusion.origin import is_unknown, origin_of
 from insum.fusion.pointwise import SPELL
-from insum.fusion.roots import SCATTERS, WORTH_A_SCATTER, Chain
+from insum.fusion.roots import SCATTERS, Chain, least_scatter
 from insum.fusion.shapes import points, shape_of, value_of
 from insum.settings import settings
 
@@ -90,7 +90,7 @@ def objection(
             "elements do not make up for a longer call"
         )
     largest = max(chain.scattered, *(points(shape_of(n)) for n in chain.inlined))
-    if _is_one_kernel(chain) and largest < WORTH_A_SCATTER:
+    if _is_one_kernel(chain) and largest < least_scatter(chain.root):
         return (
             f"Inductor makes one kernel of it too, and its {largest:,} elements do not make up "
             "for a longer call"

@@ -19,7 +19,7 @@ from insum.fusion.later import later_of
 from insum.fusion.making import NodeMaker
 from insum.fusion.origin import origin_of
 from insum.fusion.report import MovedProduct, where_of
-from insum.fusion.roots import WORTH_A_SCATTER
+from insum.fusion.roots import least_scatter
 from insum.fusion.shapes import is_zero, points, same, shape_of, value_of
 from insum.fusion.views import FLOATS, INDICES
 
@@ -100,7 +100,7 @@ def _is_worth_it(node: Node, wish: str) -> bool:
         for user in (node, *node.users, *node.all_input_nodes)
         if isinstance(user.meta.get("val"), torch.Tensor)
     ]
-    return value.device.type == "cuda" and max(edges) >= WORTH_A_SCATTER
+    return value.device.type == "cuda" and max(edges) >= least_scatter(node)
 
 
 def _count_of(node: Node) -> Node | None:

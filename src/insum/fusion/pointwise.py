@@ -51,25 +51,29 @@ def pointwise(reader: ProductReader, node: Node, at: Indices, gathered: bool) ->
     if reader.multiplied:
         raise Stop("it is a side of a matrix product, for which it had better be computed once")
     reader.inline(node)
-    before = reader.beside
+    before, rounded = reader.beside, len(reader.rounded)
     reader.inside += 1
     found = SPELL[node.target](node, [_argument(reader, node, a, at) for a in _values(node)])
     reader.inside -= 1
     reader.beside = before
-    _check_widths(reader, node, found)
+    _check_widths(reader, node, found, len(reader.rounded) > rounded)
     if _parts(found) > MOST_PARTS:
         raise Stop("it is too long an expression")
     return [found]
 
 
-def _check_widths(reader: ProductReader, node: Node, found: Expr) -> None:
+def _check_widths(reader: ProductReader, node: Node, found: Expr, rounded: bool) -> None:
     """A statement compares halves as halves; a program that widened them first does not. Which side
-    of zero they are on does not change.
+    of zero they are on does not change, but rounded values may be equal to it.
     """
     if not isinstance(found, Call) or found.function not in _COMPARISONS:
         return
+    if rounded and found.function in ("eq", "ne"):
+        raise Stop("it asks for equality with something rounded")
     if any(isinstance(a, Number) and not a.value for a in found.args):
         return
+    if rounded:
+        raise Stop("it compares values that were rounded")
     dtypes = {name: value_of(n).dtype for n, name in reader.names.items()}
     read = {dtypes[a.tensor] for a in accesses(found, nested=False) if a.tensor in dtypes}
     compared = {value_of(n).dtype for n in node.all_input_nodes}

@@ -28,7 +28,7 @@ from insum.fusion.shapes import (
     shape_of,
     value_of,
 )
-from insum.fusion.views import FLOATS, INDICES, VIEWS, Indices, input_of, reshaped
+from insum.fusion.views import FLOATS, INDICES, VIEWS, Indices, input_of, reshaped, rounds
 from insum.lang.bind import Size
 from insum.lang.expr import Access, Affine, Expr, Number, Var, fresh, index_of, variables
 
@@ -87,6 +87,7 @@ class ProductReader:
     sums: bool = True  # whether the statement may sum: a largest sum is no largest value
     # whether somebody compares the result with what it is read from: nothing may be rounded anew
     compared: bool = False
+    half: bool = False  # whether the result is rounded to half precision
     names: dict[Node, str] = field(default_factory=dict)
     indices: list[IndexTensor] = field(default_factory=list)
     # index tensors in which a negative value counts from the end
@@ -95,6 +96,7 @@ class ProductReader:
     strict: set[str] = field(default_factory=set)
     inlined: dict[Node, None] = field(default_factory=dict)
     gathers: list[Node] = field(default_factory=list)
+    rounded: list[Node] = field(default_factory=list)  # conversions that were left out
     # products with more elements than their factors
     grown: list[Node] = field(default_factory=list)
     contractions: int = 0
@@ -188,6 +190,7 @@ class ProductReader:
             self.strict,
             self.inlined,
             self.gathers,
+            self.rounded,
             self.grown,
             self.extents,
             self.splits,
@@ -230,6 +233,19 @@ class ProductReader:
             and 0 < self.beside <= 2 * size
             and all(points(shape_of(n)) <= size for n in inputs)
         )
+
+    def leave_out_rounding(self, node: Node, gathered: bool) -> None:
+        """Read what a conversion to half precision rounds: where it is computed on the way to a
+        result of half precision, and nobody asks which of two rounded values is the larger.
+        """
+        if not self.half:
+            to = str(value_of(node).dtype).removeprefix("torch.")
+            raise Stop(f"it converts float32 to {to}")
+        if self.compared:
+            raise Stop("its largest or smallest value is looked for, which others compare it with")
+        if gathered or not (self.around.reaches(node) or self.is_message(input_of(node))):
+            raise Stop("it is converted once, and read as half of the bytes")
+        self.rounded.append(node)
 
     def leaf(self, node: Node, at: Indices) -> Access:
         value = value_of(node)
@@ -349,6 +365,8 @@ def _through(reader: ProductReader, node: Node, at: Indices, gathered: bool) -> 
         if VIEWS[node.target] is not reshaped or not reader.around.reaches(node):
             raise
         source, inner = _merged(reader, node, at)
+    if rounds(node):
+        reader.leave_out_rounding(node, gathered)
     if not reader.around.reaches(source) and any(
         index.terms and index not in at for index in inner
     ):

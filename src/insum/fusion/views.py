@@ -1,5 +1,5 @@
 """Views: the node below, and where it is read. They only change indices, and so does a conversion
-that loses nothing.
+that loses nothing, or that rounds what was computed on the way.
 """
 
 from __future__ import annotations
@@ -100,14 +100,31 @@ def _slice(node: Node, at: Indices) -> tuple[Node, Indices]:
     return source, (*at[:dim], moved, *at[dim + 1 :])
 
 
-def _widened(node: Node, at: Indices) -> tuple[Node, Indices]:
-    """A conversion that loses nothing; a condition is 0 or 1."""
+def is_half(node: Node) -> bool:
+    dtype = value_of(node).dtype
+    return dtype.is_floating_point and dtype.itemsize == 2
+
+
+def rounds(node: Node) -> bool:
+    """Whether a node rounds what was computed in float32, as programs in half precision do after
+    each function. Who fuses leaves that out, and so does Inductor.
+    """
+    return (
+        VIEWS.get(node.target) is _converted
+        and is_half(node)
+        and value_of(input_of(node)).dtype == torch.float32
+    )
+
+
+def _converted(node: Node, at: Indices) -> tuple[Node, Indices]:
+    """A conversion that loses nothing, or rounds what was computed; a condition is 0 or 1."""
     source = input_of(node)
     before, after = value_of(source).dtype, value_of(node).dtype
     if before == torch.bool and after in FLOATS:
         return source, at
     kinds = FLOATS if before in FLOATS else INDICES
-    if before not in kinds or after not in kinds or torch.promote_types(before, after) != after:
+    loses = before not in kinds or after not in kinds or torch.promote_types(before, after) != after
+    if loses and not rounds(node):
         raise Stop(f"it converts {before} to {after}".replace("torch.", ""))
     if value_of(source).device != value_of(node).device:
         raise Stop("it moves to another device")
@@ -134,6 +151,6 @@ VIEWS: dict[Any, View] = {
     aten.select.int: _select,
     aten.slice.Tensor: _slice,
     operator.getitem: _unbound,
-    aten._to_copy.default: _widened,
-    prims.convert_element_type.default: _widened,
+    aten._to_copy.default: _converted,
+    prims.convert_element_type.default: _converted,
 }
