@@ -26,6 +26,14 @@ STATEMENTS: dict[str, dict[str, tuple[int, ...]]] = {
     "y[k,j] = 2 * a[i,j] * b[i,k]": {"a": (LONG, 17), "b": (LONG, 9)},
     "y[u[j]] max= a[i,j]": {"a": (LONG, 5)},
     "y[j] = a[s[i],j]": {"a": (50, 5)},
+    # a loop around a contraction, whose scale is another at each of its steps
+    "y[i,f] = t[i,z,k] * b[z,f] * d[k,f]": {"t": (17, 180, 40), "b": (180, 18), "d": (40, 18)},
+    "y[i,f] = t[i,z,w,k] * b[z,f] * e[w,f] * d[k,f]": {
+        "t": (17, 90, 3, 20),
+        "b": (90, 18),
+        "e": (3, 18),
+        "d": (20, 18),
+    },
 }
 
 

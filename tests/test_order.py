@@ -37,8 +37,9 @@ def eager_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("STARTED", "MOVED"):
         for module in (order, steps):
             monkeypatch.setattr(module, name, 0)
-    for name in ("CLEARLY", "BY_FAR"):
+    for name in ("CLEARLY", "TWICE", "BY_FAR"):
         monkeypatch.setattr(order, name, 1)
+    monkeypatch.setattr(order, "WORTH_A_CALL", 0)
     monkeypatch.setattr("insum.call.prepared._forms", {})
     monkeypatch.setattr("insum.call.lookup._fronts", {})
 
@@ -349,6 +350,84 @@ def test_drawn_statements_in_every_order(eager_splits: None) -> None:
         for wish in wishes:
             assert_close(called(case, optimize=wish), want, case.precision)
     assert split > 50, "too few of them were split to tell"
+
+
+def test_drawn_products_of_two_factors_on_every_path() -> None:
+    """Read through an index after their product, or scattered before it, wherever that can be."""
+    options: dict[str, Any] = {"max_factors": 2, "dtypes": (torch.float64,), "mixed": False}
+    taken = {path: 0 for path in (((0, 1), (0,)), ((0,), (0, 1)), ((1,), (0, 1)))}
+    for case in draw_cases(500, seed=34, product_only=True, max_variables=4, **options):
+        (*others, term) = bound(case.statement, case.values, case.sizes, case.padded).terms
+        if others or len(operands_of(term)) != 2:
+            continue
+        for path in taken:
+            try:
+                found = called(case, optimize=list(path))
+            except insum.UnsupportedError as error:
+                assert "of their own" in str(error)
+                continue
+            taken[path] += 1
+            assert_close(found, case.expected(), case.precision)
+    # few are scattered to fewer places than there are contributions
+    assert taken[((0, 1), (0,))] > 100 and sum(taken.values()) > 103, taken
+
+
+TWO_FACTORS = {
+    "Y[dst[e],h] = X[src[e],f] * W[f,h]": [
+        "X_W[x0,h] = X[x0,f] * W[f,h]",
+        "Y[dst[e],h] = X_W[src[e],h]",
+    ],
+    "Y[dst[e],h] = M[e,f] * W[f,h]": [
+        "M_1[dst[e],f] = M[e,f]",
+        "Y[y0,h] = M_1[y0,f] * W[f,h]",
+    ],
+}
+
+
+@pytest.mark.parametrize("statement", TWO_FACTORS)
+def test_two_factors_are_multiplied_where_there_are_fewer_rows(statement: str) -> None:
+    """Before they are gathered, or after they were scattered: of the rows of nodes, not of edges."""
+    shapes = {"X": (N, 64), "M": (E, 64), "W": (64, 64), "src": (E,), "dst": (E,)}
+    used = {name: shape for name, shape in shapes.items() if f"{name}[" in statement}
+    assert texts(stages(statement, described(used, "src dst"), (N, 64))) == TWO_FACTORS[statement]
+    assert stages(statement, described(used, "src dst"), (N, 64), optimize=False) == ()
+    for few, many in ((2000, 8000), (E, E)):  # too little to save, and no fewer rows
+        sizes = {N: few, E: many}
+        other = {name: tuple(sizes.get(n, n) for n in shape) for name, shape in used.items()}
+        assert stages(statement, described(other, "src dst"), (few, 64)) == ()
+
+
+@pytest.mark.parametrize("path", [[(0, 1), (0,)], [(0,), (0, 1)]])
+def test_paths_of_two_factors(path: Any) -> None:
+    """As `explain` writes them; with places that are absent, in place, and with gradients."""
+    values = graph(dtype=torch.float64)
+    statement = "Y[dst[e],h] = X[src[e],f] * W[f,h]"
+    for padded in ((), ("src", "dst")):
+        src, dst = values["src"].clone(), values["dst"].clone()
+        if padded:
+            src[::3], dst[::4] = -1, -1
+
+        def product(X: Tensor, W: Tensor, **more: Any) -> Tensor:
+            return insum.insum(
+                statement, X=X, W=W, src=src, dst=dst, out_shape=(6, 4), padded=padded, **more
+            )
+
+        leaves = values["X"].detach().requires_grad_(), values["W"].detach().requires_grad_()
+        torch.testing.assert_close(product(*leaves, optimize=path), product(*leaves))
+        assert gradcheck(lambda X, W: product(X, W, optimize=path), leaves)
+    Y = torch.ones(6, 4, dtype=torch.float64)
+    want = Y + insum.insum(
+        statement, **{k: values[k] for k in values if k != "v"}, out_shape=(6, 4)
+    )
+    kept = {k: values[k].detach() for k in values if k != "v"}
+    insum.insum(statement.replace("=", "+=", 1), Y=Y, **kept, optimize=path)
+    torch.testing.assert_close(Y, want)
+
+
+def test_paths_that_take_nothing_off() -> None:
+    a, b = torch.ones(3, 4), torch.ones(4, 5)
+    with pytest.raises(insum.UnsupportedError, match=r"at \(0,\) of optimize cannot"):
+        insum.insum("C[i,j] = a[i,k] * b[k,j]", a=a, b=b, optimize=[(0,), (0, 1)])
 
 
 def test_drawn_products_on_drawn_paths() -> None:

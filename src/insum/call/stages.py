@@ -84,7 +84,23 @@ def is_orderable(problem: Problem, form: Form) -> bool:
         and problem.statement.operator in ("=", "+=")
         and problem.dtype != torch.bool
         and len(problem.terms) <= MOST_TERMS
-        and any(len(operands_of(term)) >= 3 for term in problem.terms)
+        and (
+            is_path(form.optimize)
+            or any(_is_orderable(term, problem.statement.target) for term in problem.terms)
+        )
+    )
+
+
+def _is_orderable(term: expand.ProductTerm, target: Access) -> bool:
+    """Of two factors, where something is gathered or scattered, which may be done before or after
+    the product.
+    """
+    operands = operands_of(term)
+    indices = (i for f in (target, *operands) for a in accesses(f, nested=False) for i in a.indices)
+    return (
+        len(operands) >= 3
+        or len(operands) == 2
+        and any(True for index in indices for _ in accesses(index))
     )
 
 
@@ -173,7 +189,10 @@ class _Chosen:
 
     def path(self, term: expand.ProductTerm, wish: str | Path) -> Ordered | None:
         operands = operands_of(term)
-        if len(operands) < 3 or infer(term.value, self.types).dtype == torch.bool:
+        asked = not isinstance(wish, str)
+        if not asked and not _is_orderable(term, self.problem.statement.target):
+            return None
+        if infer(term.value, self.types).dtype == torch.bool:
             return None
         try:
             found = ordered(self.described(term, operands), wish)

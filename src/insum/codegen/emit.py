@@ -141,21 +141,36 @@ class Emitter:
     def body(self) -> list[KernelLine]:
         """The stages, one inside of the other."""
         frame, segment = self.frame, self.plan.segment
-        outer = [
+        outer: list[tuple[str, tuple[Tile, ...]]] = [
             (f"{v}_i", frame.bounds if segment and v == segment.var else (frame.size(v),))
             for v in self.plan.roles.outer
         ]
+        lines: list[KernelLine] = []
+        if self.shape.outer:
+            lines, bounds = self.piece_bounds(frame.size(self.plan.roles.outer[0]))
+            outer[0] = outer[0][0], bounds
         inner = [*frame.stages[1], *self.loop_lines(), *frame.stages[AFTER]]
-        for name, bounds in reversed(outer):
-            inner = [loop(name, *bounds, body=inner)]
-        return [*frame.stages[0], *inner, *frame.tail]
+        for name, limits in reversed(outer):
+            inner = [loop(name, *limits, body=inner)]
+        return [*frame.stages[0], *lines, *inner, *frame.tail]
+
+    def piece_bounds(self, count: Tile) -> tuple[list[KernelLine], tuple[Tile, Tile]]:
+        """The part of a loop that a program runs, where a long reduction is cut into pieces."""
+        total, step, piece = Named("t_count"), Named("t_step"), Named("piece")
+        pieces = self.frame.arg(Count("piece_count"))
+        lines: list[KernelLine] = [
+            Assignment(total.name, count),
+            Assignment(step.name, cdiv(total, pieces)),
+        ]
+        return lines, (piece * step, apply("tl.minimum", piece * step + step, total))
 
     def loop_lines(self) -> list[KernelLine]:
         """The contraction's loop, one flat counter over all that it runs over."""
         frame = self.frame
         if not frame.counters:
             return [*frame.index_lines, *frame.stages[2]]
-        if self.shape.single_k and not self.shape.pieces:
+        cut = self.shape.pieces and not self.shape.outer
+        if self.shape.single_k and not cut:
             return [Assignment("t", as_tile(0)), *self.loop_body()]
         outermost, *nested = frame.counters
         count = outermost
@@ -164,11 +179,8 @@ class Emitter:
             count = operation("*", outermost, *inner)
         lines: list[KernelLine] = []
         first, last = as_tile(0), count
-        if self.shape.pieces:
-            total, step, piece = Named("t_count"), Named("t_step"), Named("piece")
-            pieces = frame.arg(Count("piece_count"))
-            lines += [Assignment(total.name, count), Assignment(step.name, cdiv(total, pieces))]
-            first, last = piece * step, apply("tl.minimum", piece * step + step, total)
+        if cut:
+            lines, (first, last) = self.piece_bounds(count)
         return [*lines, *self.steps(first, last)]
 
     def steps(self, first: Tile, last: Tile) -> list[KernelLine]:

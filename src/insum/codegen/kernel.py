@@ -33,6 +33,7 @@ class Shape:
     k_tiles: int = 0  # how many tiles cover the K axis, where that is the same for every size
     single_k: bool = False  # the K axis is covered by one tile and nothing else is looped over
     pieces: bool = False  # a long reduction is cut into pieces, which meet in atomics
+    outer: bool = False  # they are parts of the outermost loop around the contraction
     apart: bool = False  # or rather go to a workspace, piece by piece
     counted: bool = False  # how many tasks there are is known on the device alone
     waits: bool = False  # pieces of a row are summed by the program of the last

@@ -1,5 +1,4 @@
-"""The order of contraction: a product of three and more factors as one statement, or as several
-with buffers between them.
+"""The order of contraction: a product as one statement, or as several with buffers between them.
 
 Two laws give the choices. A sum goes past factors that do not depend on its variable, so that
 ``A[i,j] * B[j,k] * C[k,l]`` may be two products of two. And what is done to every row of a tensor
@@ -26,6 +25,9 @@ from insum.plan.steps import MOVED, STARTED, Place, Step, StepBuffer, StepBuilde
 #: A path is taken on its own account where it is so many times cheaper than one statement; where
 #: its buffers are larger than everything that is read and written, so many times.
 CLEARLY, BY_FAR = 4, 16
+#: Of two factors nothing is read anew at every point but what the index of one finds: there it is
+#: so many times, where it saves what is worth another call.
+TWICE, WORTH_A_CALL = 2, 2**28
 #: Buffers of more elements than this, and of more than so many times those of all arguments, are
 #: never made.
 MOST_BUFFERED, MOST_OF_ARGUMENTS = 2**24, 8
@@ -93,7 +95,7 @@ def ordered(term: Term, wish: str | Path = "auto") -> Ordered:
     match wish:
         case tuple():
             return _made(term, wish)
-        case "auto" if together.cost <= CLEARLY * _least(term):
+        case "auto" if together.cost <= _clearly(term) * _least(term):
             return together
         case "auto":
             found = _made(term, _searched(term, "auto"))
@@ -121,8 +123,14 @@ def _is_clear(found: Ordered, together: Ordered, term: Term) -> bool:
     arguments = _elements(term)
     if found.buffered > max(MOST_BUFFERED, MOST_OF_ARGUMENTS * arguments):
         return False
-    better = BY_FAR if found.buffered > arguments else CLEARLY
+    if len(term.factors) == 2 and together.cost - found.cost < WORTH_A_CALL:
+        return False
+    better = BY_FAR if found.buffered > arguments else _clearly(term)
     return found.cost * better <= together.cost
+
+
+def _clearly(term: Term) -> int:
+    return TWICE if len(term.factors) == 2 else CLEARLY
 
 
 def _made(term: Term, path: Path) -> Ordered:
@@ -170,9 +178,12 @@ def _positions(state: StepState, steps: _Taken) -> Path:
 def _next(
     builder: StepBuilder, state: StepState, most: int
 ) -> Iterator[tuple[tuple[int, ...], StepBuffer]]:
-    """What can be buffered next: up to ``most`` factors, but not all of them."""
+    """What can be buffered next: up to ``most`` factors, but not all of them; where there are but
+    two, both, which are then read through an index, or one, which is scattered first.
+    """
     free = [p for p, f in enumerate(state.factors) if variables(f.value)]
-    for count in range(2, min(most, len(state.factors) - 1) + 1):
+    counts = (1, 2) if len(state.factors) == 2 else range(2, min(most, len(state.factors) - 1) + 1)
+    for count in counts:
         for positions in itertools.combinations(free, count):
             found = builder.buffer(state, positions)
             if found is not None:

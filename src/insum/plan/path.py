@@ -87,7 +87,7 @@ def wish_of(problem: Problem, text: str) -> str | Path:
     for step in path:
         if len(set(step)) != len(step) or not all(0 <= p < left for p in step):
             raise _misfit(problem, path, f"{step} is no choice among {left} factors", count)
-        if len(step) < 2 and count > 1:
+        if len(step) < 2 and left > 2:
             raise _misfit(problem, path, f"{step} multiplies nothing", count)
         left -= len(step) - 1
     if left != 1:

@@ -168,12 +168,19 @@ class StepBuilder:
     # --- buffers ---
 
     def buffer(self, state: StepState, positions: tuple[int, ...]) -> StepBuffer | None:
-        """The cheapest buffer of these factors that means the same; None where there is none."""
+        """The cheapest buffer of these factors that means the same; None where there is none. Of
+        all factors, or of one, it has to take something off what is left: an index that is read
+        once a product is there, or what is scattered before it.
+        """
         inside = sum(state.factors[p].inside for p in positions)
         if inside & self.fixed or not inside & ~self.exact:
             return None
         ways = (self.filled(state, positions, which) for which in _ways(state, positions))
         allowed = [made for made in ways if self.is_allowed(made)]
+        if len(positions) == len(state.factors):
+            allowed = [made for made in allowed if _can_open(made.read)]
+        elif len(positions) == 1:
+            allowed = [made for made in allowed if made.after.target != state.target]
         return min(allowed, key=lambda made: made.step.cost, default=None)
 
     def is_allowed(self, made: StepBuffer) -> bool:

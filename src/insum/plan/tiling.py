@@ -192,18 +192,32 @@ def pieces(plan: Plan, config: Config, extents: Mapping[str, int]) -> int:
     programs *= math.ceil(extent(plan.roles.m, extents) / config.m) * math.ceil(
         extent(plan.roles.n, extents) / config.n
     )
-    steps = math.ceil(extent(plan.roles.k, extents) / config.k) * math.prod(
-        extents[v] for v in plan.roles.loops
-    )
+    steps = _contraction_steps(plan, config, extents)
     if plan.segment:
         return _pieces_of_lists(plan, config, extents, programs, steps)
+    most = extents[plan.roles.outer[0]] if cuts_outer_loop(plan, config, extents) else steps
     if config.split:
-        return min(config.split, steps)
+        return max(1, min(config.split, most))
+    steps *= math.prod(extents[v] for v in plan.roles.outer)
     # without matrix units all waits for memory, and many programs wait at once
     enough = ENOUGH_PROGRAMS if plan.roles.dot else 4 * ENOUGH_PROGRAMS
     if programs >= enough // 2 or steps < 16 or not programs:
         return 1
-    return max(1, min(enough // programs, steps // 8))
+    return max(1, min(enough // programs, steps // 8, most))
+
+
+def cuts_outer_loop(plan: Plan, config: Config, extents: Mapping[str, int]) -> bool:
+    """Whether pieces are parts of the outermost loop around a contraction, rather than of the
+    contraction's own: of the longer one.
+    """
+    if plan.segment or not plan.roles.outer:
+        return False
+    return extents[plan.roles.outer[0]] > _contraction_steps(plan, config, extents)
+
+
+def _contraction_steps(plan: Plan, config: Config, extents: Mapping[str, int]) -> int:
+    deep = math.ceil(extent(plan.roles.k, extents) / config.k)
+    return deep * math.prod(extents[v] for v in plan.roles.loops)
 
 
 def _pieces_of_lists(

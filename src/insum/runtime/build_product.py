@@ -76,6 +76,7 @@ class ProductBuild:
             k_tiles=tiles,
             single_k=tiles == 1 and alone,
             pieces=pieces > 1,
+            outer=pieces > 1 and tiling.cuts_outer_loop(plan, config, self.extents),
             units=self.units(),
         )
 
