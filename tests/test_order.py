@@ -355,7 +355,7 @@ def test_drawn_statements_in_every_order(eager_splits: None) -> None:
 def test_drawn_products_of_two_factors_on_every_path() -> None:
     """Read through an index after their product, or scattered before it, wherever that can be."""
     options: dict[str, Any] = {"max_factors": 2, "dtypes": (torch.float64,), "mixed": False}
-    taken = {path: 0 for path in (((0, 1), (0,)), ((0,), (0, 1)), ((1,), (0, 1)))}
+    taken = dict.fromkeys((((0, 1), (0,)), ((0,), (0, 1)), ((1,), (0, 1))), 0)
     for case in draw_cases(500, seed=34, product_only=True, max_variables=4, **options):
         (*others, term) = bound(case.statement, case.values, case.sizes, case.padded).terms
         if others or len(operands_of(term)) != 2:
@@ -386,7 +386,7 @@ TWO_FACTORS = {
 
 @pytest.mark.parametrize("statement", TWO_FACTORS)
 def test_two_factors_are_multiplied_where_there_are_fewer_rows(statement: str) -> None:
-    """Before they are gathered, or after they were scattered: of the rows of nodes, not of edges."""
+    """Before they are gathered, or after they were scattered: for each node, not for each edge."""
     shapes = {"X": (N, 64), "M": (E, 64), "W": (64, 64), "src": (E,), "dst": (E,)}
     used = {name: shape for name, shape in shapes.items() if f"{name}[" in statement}
     assert texts(stages(statement, described(used, "src dst"), (N, 64))) == TWO_FACTORS[statement]
@@ -397,31 +397,26 @@ def test_two_factors_are_multiplied_where_there_are_fewer_rows(statement: str) -
         assert stages(statement, described(other, "src dst"), (few, 64)) == ()
 
 
+@pytest.mark.parametrize("padded", [(), ("src", "dst")], ids=["all", "some"])
 @pytest.mark.parametrize("path", [[(0, 1), (0,)], [(0,), (0, 1)]])
-def test_paths_of_two_factors(path: Any) -> None:
+def test_paths_of_two_factors(path: Any, padded: tuple[str, ...]) -> None:
     """As `explain` writes them; with places that are absent, in place, and with gradients."""
-    values = graph(dtype=torch.float64)
+    given = {name: value for name, value in graph(dtype=torch.float64).items() if name != "v"}
     statement = "Y[dst[e],h] = X[src[e],f] * W[f,h]"
-    for padded in ((), ("src", "dst")):
-        src, dst = values["src"].clone(), values["dst"].clone()
-        if padded:
-            src[::3], dst[::4] = -1, -1
+    if padded:
+        given["src"][::3], given["dst"][::4] = -1, -1
 
-        def product(X: Tensor, W: Tensor, **more: Any) -> Tensor:
-            return insum.insum(
-                statement, X=X, W=W, src=src, dst=dst, out_shape=(6, 4), padded=padded, **more
-            )
+    def product(X: Tensor, W: Tensor, optimize: Any = path) -> Tensor:
+        named = {**given, "X": X, "W": W}
+        return insum.insum(statement, out_shape=(6, 4), padded=padded, optimize=optimize, **named)
 
-        leaves = values["X"].detach().requires_grad_(), values["W"].detach().requires_grad_()
-        torch.testing.assert_close(product(*leaves, optimize=path), product(*leaves))
-        assert gradcheck(lambda X, W: product(X, W, optimize=path), leaves)
+    leaves = given["X"].clone().requires_grad_(), given["W"].clone().requires_grad_()
+    want = product(*leaves, optimize=False)
+    torch.testing.assert_close(product(*leaves), want)
+    assert gradcheck(product, leaves)
     Y = torch.ones(6, 4, dtype=torch.float64)
-    want = Y + insum.insum(
-        statement, **{k: values[k] for k in values if k != "v"}, out_shape=(6, 4)
-    )
-    kept = {k: values[k].detach() for k in values if k != "v"}
-    insum.insum(statement.replace("=", "+=", 1), Y=Y, **kept, optimize=path)
-    torch.testing.assert_close(Y, want)
+    insum.insum(statement.replace("=", "+=", 1), Y=Y, padded=padded, optimize=path, **given)
+    torch.testing.assert_close(Y, 1 + want.detach())
 
 
 def test_paths_that_take_nothing_off() -> None:

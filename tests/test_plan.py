@@ -810,16 +810,18 @@ def test_describe_without_a_kernel() -> None:
     [
         ("Out[x,c] max= In[Nb[z,x],c]", "x", 1),  # every thread its own
         ("Out[x,c] = In[Nb[z,x],c] * W[z,c]", "x", 1),
-        ("Out[x,c] = In[Nb[x,z],c] * W[z,c]", "z", 16),  # the index is read along the sum
+        ("Out[x,c] = In[Nb[x,z],c] * W[z,c]", "z", 1),  # each has a list of its own
+        ("Out[x,c] = In[Nb[z],c] * W[x,z]", "", 16),  # one list for all
     ],
 )
 def test_short_sums_over_what_an_index_finds(statement: str, along: str, k: int) -> None:
     rows, steps = 3000, 16
     values = {"In": torch.empty(rows, 64, dtype=torch.float16)}
-    shape = (steps, rows) if along == "x" else (rows, steps)
+    shape = {"x": (steps, rows), "z": (rows, steps), "": (steps,)}[along]
     values["Nb"] = torch.zeros(shape, dtype=torch.int32)
     if "W" in statement:
-        values["W"] = torch.empty(steps, 64, dtype=torch.float16)
+        side = (rows, steps) if "W[x" in statement else (steps, 64)
+        values["W"] = torch.empty(side, dtype=torch.float16)
     plan = plan_of(statement, padded=("Nb",), **values)
     extents = {"x": rows, "c": 64, "z": steps}
     assert first_guess.first_guess(plan, extents).k == k

@@ -7,6 +7,7 @@ independent loads in flight.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -27,7 +28,7 @@ from insum.plan.guess_rows import (
 )
 from insum.plan.plan import Pattern, Plan
 from insum.plan.roles import contiguity
-from insum.plan.sizes import power_of_two
+from insum.plan.sizes import WIDE_LOAD, power_of_two
 from insum.plan.tiling import (
     ENOUGH_PROGRAMS,
     LONG,
@@ -58,6 +59,8 @@ SMALL_SUMS = 1024
 #: Side of a tile that is read along one axis and written along the other: a line of memory each
 #: way.
 TURNED = 64
+#: Numbers of a row that one thread reads by itself.
+SHORT_ROW = 4
 #: Bytes of shared memory that pipelines may take where there is the least of it.
 SMALL_SHARED = 64 * 1024
 
@@ -231,7 +234,9 @@ def _for_sum(plan: Plan, extents: Mapping[str, int]) -> Config:
         and not any(contiguity(plan.factors, v) for v in plan.roles.n)
     ):
         k = min(k, 128)  # the summed variable walks memory in order: read whole rows of it
-        if m * k <= 64 and n >= 32:  # and all that lies beside it
+        if m * k <= SHORT_ROW and n >= 64:  # as of positions: a thread for each
+            return Config(m=m, n=min(n, 256), k=k, warps=8, stages=1)
+        if m * k <= (128 if m > 1 else 64) and n >= 32:  # and all that lies beside it
             n = min(n, 2048 // (m * k))
             return Config(m=m, n=n, k=k, warps=max(1, m * n * k // 1024), stages=1)
         # gathered in steps of a load or two, while the next is on its way
@@ -250,12 +255,23 @@ def _for_sum(plan: Plan, extents: Mapping[str, int]) -> Config:
         n = min(n, 64)
         m = min(m, OWN_THREADS * min(n, OWN_SUMS) // n)
         return Config(m=m, n=n, k=1, warps=OWN_THREADS // 32, stages=min(k, OWN_STEPS))
+    if k < 128 and _gathers_a_list_each(plan, extents):
+        # the same; a thread has as much of a row as the widest load
+        even = math.gcd(extent(plan.roles.n, extents), n)
+        n = even if even >= 32 else n
+        m = min(m, max(1, OWN_THREADS * (WIDE_LOAD // row_bytes(plan)) // n))
+        steps = min(extent(plan.roles.k, extents), OWN_STEPS)
+        return Config(m=m, n=n, k=1, warps=OWN_THREADS // 32, stages=steps)
     if plan.roles.k and k >= 1024 and output_places(plan, extents) < 2 * ENOUGH_PROGRAMS * n:
         # long sums over few columns: more programs, and more rows in flight
         wide = 128 // row_bytes(plan)  # a line of memory
         if n >= wide and m >= 4 and _shares_rows(plan):
             return Config(m=min(m, 16), n=min(n, wide), k=4, warps=4, stages=2)
-        return Config(m=1, n=min(n, 64), k=128, warps=8, stages=1)
+        n = min(n, 32)
+        return Config(m=1, n=n, k=max(32, 1024 // n), warps=8, stages=1)
+    if plan.roles.m and not plan.roles.k and _reads_apart(plan):
+        # a load for each number: few of them for each thread
+        return Config(m=min(m, 2), n=n, warps=2, stages=1)
     k = min(k, max(4, 1024 // n)) if plan.roles.k and k < 128 or n > 16 else k
     if plan.strategy == "atomic" and k > 1 and n * k <= SMALL_SUMS:
         # matrices of entries: a program waits for its sums, and small ones for less
@@ -283,6 +299,29 @@ def _gathers_side_by_side(plan: Plan, extents: Mapping[str, int]) -> bool:
     }
     enough = output_places(plan, extents) >= ENOUGH_PROGRAMS * OWN_THREADS * OWN_SUMS // 4
     return enough and bool(ends & set(plan.roles.m)) and not ends & set(plan.roles.k)
+
+
+def _gathers_a_list_each(plan: Plan, extents: Mapping[str, int]) -> bool:
+    """Whether many outputs are sums over gathered rows, of which each has a list of its own in an
+    index tensor: neighbours that are interpolated, and bags of embeddings.
+    """
+    if not (plan.roles.m and plan.roles.n and plan.roles.k):
+        return False
+    reads = [a for f in plan.factors if not isinstance(f, Number) for a in accesses(f)]
+    lists = [
+        a
+        for a in reads
+        if a.tensor in plan.index_tensors and a.indices and a.indices[-1].var in plan.roles.k
+    ]
+    enough = output_places(plan, extents) >= ENOUGH_PROGRAMS * OWN_THREADS * OWN_SUMS // 4
+    return enough and any({*plan.roles.m} & {*variables(a)} for a in lists)
+
+
+def _reads_apart(plan: Plan) -> bool:
+    """Whether what lies beside each other in a factor is gathered number by number, along N."""
+    reads = [a for f in plan.factors if not isinstance(f, Number) for a in accesses(f)]
+    ends = [a.indices[-1] for a in reads if a.indices and a.tensor not in plan.index_tensors]
+    return any(any(True for _ in accesses(i)) and {*plan.roles.n} & {*variables(i)} for i in ends)
 
 
 def _is_turned(plan: Plan) -> bool:

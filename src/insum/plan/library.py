@@ -33,7 +33,8 @@ def is_matrix_product(problem: Problem, *, accumulates: bool) -> bool:
     by a library. ``accumulates``: it is added to what is there.
 
     Half precision is rounded once, so that nothing may follow the product; and what a library
-    would have to convert, sum or scale beforehand is better done on the way, by a kernel.
+    would have to convert, sum or scale beforehand is better done on the way, by a kernel. So is a
+    batch whose matrices do not lie one after the other in the result: it would be copied there.
 
     >>> from insum.lang.bind import bind
     >>> from insum.lang.parser import parse
@@ -44,6 +45,11 @@ def is_matrix_product(problem: Problem, *, accumulates: bool) -> bool:
     >>> looked("C[i,j] = A[i,k] * B[k,j]", "A", "B")
     True
     >>> looked("C[i,j] = A[i,k] * s[k] * B[k,j]", "A", "B", "s")
+    False
+    >>> values |= {"X": torch.ones(7, 2, 3), "W": torch.ones(2, 3, 4)}
+    >>> looked("Y[n,b,j] = X[b,n,k] * W[n,k,j]", "X", "W")
+    True
+    >>> looked("Y[b,n,j] = X[b,n,k] * W[n,k,j]", "X", "W")
     False
     """
     if len(problem.terms) != 1 or problem.statement.operator not in ("=", "+="):
@@ -57,7 +63,11 @@ def is_matrix_product(problem: Problem, *, accumulates: bool) -> bool:
     if target is None or a is None or b is None:
         return False
     rows, columns, summed = a - b, b - a, (a & b) - target
-    return bool(rows and columns and summed) and rows | columns <= target <= a | b
+    if not (rows and columns and summed) or not rows | columns <= target <= a | b:
+        return False
+    batch = a & b & target
+    leading = problem.statement.target.indices[: len(batch)]
+    return batch == {index.var for index in leading}
 
 
 def _fits(problem: Problem, factors: Sequence[Expr], more: bool) -> bool:
