@@ -119,15 +119,55 @@ def test_into_a_new_tensor(case: int) -> None:
 def test_products_of_a_statement_agree(dtype: torch.dtype, order: int) -> None:
     """A wide product before or after a narrow one: all accumulate in its dtype, and meet there."""
     torch.manual_seed(0)
-    narrow, wide = torch.randn(4, 3).to(dtype), torch.randn(4, 3, dtype=torch.float64)
+    narrow, wide = torch.randn(4, 3).to(dtype), torch.randn(4, 3, 1, dtype=torch.float64)
     values: dict[str, Any] = {"A": narrow, "B": wide, "out": torch.zeros(4, 3, dtype=dtype)}
-    right = ["A[i,j]", "1e-9 * B[i,j]"]
+    right = ["A[i,j]", "1e-9 * B[i,j,k]"]
     statement = f"out[i,j] += {' + '.join(right if order else right[::-1])}"
     program = lookup(bound(statement, values), values, values["out"])
     assert program.buffer == torch.float64
     assert {step.planned.plan.accumulator for step in program.steps} == {"float64"}
     insum.insum(statement, **values)
-    assert torch.equal(values["out"], (narrow.double() + 1e-9 * wide).to(dtype))
+    assert torch.equal(values["out"], (narrow.double() + 1e-9 * wide[..., 0]).to(dtype))
+
+
+#: Statements of several products, and in how many kernels they are added up.
+SUMS = {
+    "y[i[p],n] = v[p] * x[j[p],n] + v[p] * z[j[p],n]": 1,
+    "y[i[p],n] += v[p] * x[j[p],n] - 2 * z[i[p],n] + v[p]": 1,
+    "y[p,n] = x[j[p],n] - x[i[p],n] + 0.5": 1,
+    "y[i[p],n] = v[p] * x[j[p],n] + v[p] * x[j[p],m] * w[m,n]": 2,  # which is summed over m
+    "y[i[p],n] max= v[p] * x[j[p],n] + z[j[p],n]": 1,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("statement", SUMS)
+def test_products_with_one_value_at_each_point_are_one(statement: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    floats = {"v": (40,), "x": (7, 4), "z": (7, 4), "w": (4, 4)}
+    values: dict[str, Any] = {
+        name: torch.randint(-4, 5, shape).to(dtype)
+        for name, shape in floats.items()
+        if f"{name}[" in statement
+    }
+    values |= {name: torch.randint(0, 7, (40,)) for name in "ij"}
+    if "y[i" in statement:
+        values["y"] = torch.randint(-4, 5, (7, 4)).to(dtype)
+    named = {n: t.double() if t.dtype == dtype else t.clone() for n, t in values.items()}
+    program = lookup(bound(statement, values), values, values.get("y"))
+    assert len(program.steps) == (
+        SUMS[statement] if dtype.is_floating_point else len(program.steps)
+    )
+    got, want = insum.insum(statement, **values), insum.insum(statement, **named)
+    torch.testing.assert_close(got.double(), want, rtol=2e-3, atol=2e-3)
+
+
+def test_what_one_product_lacks_others_have() -> None:
+    """Places that padding leaves out of one of them: they are not added up at each point."""
+    x, j = torch.randn(5, 3), torch.tensor([0, -1, 4, 2])
+    values = {"x": x, "z": torch.randn(4, 3), "j": j}
+    got = insum.insum("y[p,n] = x[j[p],n] + z[p,n]", padded=("j",), **values)
+    torch.testing.assert_close(got, torch.where((j >= 0)[:, None], x[j], 0) + values["z"])
 
 
 @pytest.mark.parametrize("order", [0, 1])

@@ -239,6 +239,10 @@ def _for_sum(plan: Plan, extents: Mapping[str, int]) -> Config:
         if m * k <= (128 if m > 1 else 64) and n >= 32:  # and all that lies beside it
             n = min(n, 2048 // (m * k))
             return Config(m=m, n=n, k=k, warps=max(1, m * n * k // 1024), stages=1)
+        if 1 < m <= 8 and n >= 32:
+            # what lies beside each other, or is shared by several sums, in steps
+            k = min(k, 32)
+            return Config(m=m, n=8, k=k, warps=max(1, m * 8 * k // 1024), stages=1)
         # gathered in steps of a load or two, while the next is on its way
         if plan.index_tensors and m == 1 and k == 128 and n >= 16:
             return Config(m=1, n=16, k=32, warps=4, stages=2)

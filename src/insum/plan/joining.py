@@ -1,5 +1,6 @@
-"""Products of a sum that become one kernel: straight-line code for one pattern each, over the same
-points, so that what several of them read is read once and the result is written once.
+"""Products of a sum that become one kernel, so that what several of them read is read once and the
+result is written once: those of which each point has one value, and straight-line code for one
+pattern each, over the same points.
 """
 
 from __future__ import annotations
@@ -8,11 +9,41 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from insum.lang.bind import Problem
+from insum.lang.expand import ProductTerm
+from insum.lang.expr import Call, total, variables
 from insum.plan.draft import Planned
 from insum.plan.plan import Pattern, Plan
 
 #: Points of all products of a kernel: beyond it registers are spilled, and compilers take minutes.
 MOST_POINTS = 768
+#: Products that are added up at each point: each may read a row of its own.
+MOST_ADDED = 8
+
+
+def added_up(problem: Problem) -> tuple[ProductTerm, ...]:
+    """The products of a statement; one, their sum, where nothing is summed in any of them but what
+    is scattered to the same place. What one lacks the others would lack, too, where padding says
+    so, so that there is none.
+
+    >>> import torch
+    >>> from insum.lang.bind import bind
+    >>> from insum.lang.parser import parse
+    >>> values = {"v": torch.ones(5), "x": torch.ones(3, 2), "z": torch.ones(3, 2)}
+    >>> values |= {name: torch.zeros(5, dtype=torch.int64) for name in "ij"}
+    >>> problem = bind(parse("y[i[p],n] = v[p] * x[j[p],n] + z[j[p],n]"), values, sizes={0: 3})
+    >>> [str(term.value) for term in added_up(problem)]
+    ['whole(v[p] * x[j[p],n] + z[j[p],n])']
+    """
+    terms, target = problem.terms, problem.statement.target
+    if not 1 < len(terms) <= MOST_ADDED or problem.padded or not problem.dtype.is_floating_point:
+        return terms
+    own = tuple(dict.fromkeys(variables(target)))
+    if any(len(index.terms) > 1 for index in target.indices):
+        return terms
+    if not all({*term.variables} == {*own} for term in terms):
+        return terms
+    return (ProductTerm((Call("whole", (total([term.value for term in terms]),)),), own),)
 
 
 def joined(planned: Sequence[Planned]) -> list[Planned]:

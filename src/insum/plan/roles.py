@@ -23,6 +23,8 @@ THINNEST_SIDE, FULL_SIDE = 1, 16
 WIDE_TILE, SHORT_AXIS = 128, 1024
 #: Numbers that lie together and are worth reading together.
 SHORTEST_RUN = 16
+#: So many sums over fewer numbers than these share programs.
+MANY_SUMS, LONG_SUM = 2**14, 2**12
 #: A variable of at most this extent is put beside the rows of a segmented output.
 BESIDE_UP_TO = 16
 #: An inner variable of at most this extent may be flattened with the loop around it.
@@ -280,11 +282,7 @@ def _as_sum(roles: Roles) -> Contraction:
     if n in roles.summed and m not in roles.held:
         m = ""
     others = [v for v in roles.summed if v != n]
-    k = roles.segment or (
-        max(others, key=lambda v: (roles.extents[v], contiguity(roles.factors, v)))
-        if others
-        else ""
-    )
+    k = roles.segment or _summed_axis(roles, n, others)
     m_axis = _written_together(roles, m, n) or (*_one(m), *_beside_row(roles, {m, n, k}))
     axes = {*m_axis, n, k}
     outer = tuple(v for v in roles.absorbed if v not in axes)
@@ -293,6 +291,14 @@ def _as_sum(roles: Roles) -> Contraction:
     return Contraction(
         m_axis, _one(n), _one(k), loops, outer, grid, False, post=tuple(range(len(roles.factors)))
     )
+
+
+def _summed_axis(roles: Roles, n: str, summed: Sequence[str]) -> str:
+    """The longest summed variable; where nothing is read along N, one that rows are read along."""
+    along = [v for v in summed if roles.extents[v] >= SHORTEST_RUN and contiguity(roles.factors, v)]
+    if along and not contiguity(roles.factors, n):
+        summed = along
+    return max(summed, key=lambda v: (roles.extents[v], contiguity(roles.factors, v)), default="")
 
 
 def _turns(roles: Roles, n: str, v: str) -> bool:
@@ -375,6 +381,8 @@ def _summed_instead(roles: Roles) -> str:
     ]
     long = [v for v in roles.summed if v not in short]
     work = math.prod(roles.extents[v] for v in roles.kept)
+    if work >= MANY_SUMS and math.prod(roles.extents[v] for v in roles.summed) < LONG_SUM:
+        return ""  # too little for programs of their own
     return (
         max(short, key=lambda v: contiguity(roles.factors, v))
         if short and (long or len(roles.summed) > 1) and work >= 64

@@ -17,7 +17,7 @@ from insum.lang.bind import Problem
 from insum.plan import legal
 from insum.plan.config import Choice
 from insum.plan.draft import CannotFuse, Planned, Subject, Wishes
-from insum.plan.joining import joined
+from insum.plan.joining import added_up, joined
 from insum.plan.orientation import oriented
 from insum.plan.plan import Plan
 from insum.plan.questions import Ask, AskExact, AskInside, Question
@@ -233,7 +233,7 @@ class Programs:
                     ask,
                 )
             )
-            for number, term in enumerate(self.problem.terms)
+            for number, term in enumerate(added_up(self.problem))
         ]
         return joined(planned)
 
