@@ -381,20 +381,27 @@ TWO_FACTORS = {
         "M_1[dst[e],f] = M[e,f]",
         "Y[y0,h] = M_1[y0,f] * W[f,h]",
     ],
+    # the gradient of W in the first
+    "D[f,h] = X[src[e],f] * G[dst[e],h]": [
+        "X_1[dst[e],f] = X[src[e],f]",
+        "D[f,h] = X_1[g0,f] * G[g0,h]",
+    ],
 }
 
 
 @pytest.mark.parametrize("statement", TWO_FACTORS)
 def test_two_factors_are_multiplied_where_there_are_fewer_rows(statement: str) -> None:
     """Before they are gathered, or after they were scattered: for each node, not for each edge."""
-    shapes = {"X": (N, 64), "M": (E, 64), "W": (64, 64), "src": (E,), "dst": (E,)}
+    shapes = {"X": (N, 64), "G": (N, 64), "M": (E, 64), "W": (64, 64), "src": (E,), "dst": (E,)}
     used = {name: shape for name, shape in shapes.items() if f"{name}[" in statement}
-    assert texts(stages(statement, described(used, "src dst"), (N, 64))) == TWO_FACTORS[statement]
-    assert stages(statement, described(used, "src dst"), (N, 64), optimize=False) == ()
+    values, rows = described(used, "src dst"), N if statement[0] == "Y" else 64
+    assert texts(stages(statement, values, (rows, 64))) == TWO_FACTORS[statement]
+    assert stages(statement, values, (rows, 64), optimize=False) == ()
     for few, many in ((2000, 8000), (E, E)):  # too little to save, and no fewer rows
         sizes = {N: few, E: many}
         other = {name: tuple(sizes.get(n, n) for n in shape) for name, shape in used.items()}
-        assert stages(statement, described(other, "src dst"), (few, 64)) == ()
+        left = (few if rows == N else rows, 64)
+        assert stages(statement, described(other, "src dst"), left) == ()
 
 
 @pytest.mark.parametrize("padded", [(), ("src", "dst")], ids=["all", "some"])

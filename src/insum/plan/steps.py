@@ -180,7 +180,10 @@ class StepBuilder:
         if len(positions) == len(state.factors):
             allowed = [made for made in allowed if _can_open(made.read)]
         elif len(positions) == 1:
-            allowed = [made for made in allowed if made.after.target != state.target]
+            rest = tuple(f for p, f in enumerate(state.factors) if p not in positions)
+            allowed = [
+                m for m in allowed if (m.after.target, m.after.factors[:-1]) != (state.target, rest)
+            ]
         return min(allowed, key=lambda made: made.step.cost, default=None)
 
     def is_allowed(self, made: StepBuffer) -> bool:
