@@ -61,7 +61,11 @@ def page(folder: Path = RESULTS) -> str:
         "are studies of `insum bench` now.",
         "",
     ]
-    fused = (("fusion.json", fusion_lines), ("fusion_fresh.json", fresh_lines))
+    fused = (
+        ("fusion.json", fusion_lines),
+        ("fusion_fresh.json", fresh_lines),
+        ("fusion_batches.json", batch_lines),
+    )
     for name, make in (
         ("bench.json", case_lines),
         *fused,
@@ -829,6 +833,18 @@ SUMMARIES = {
 def fresh_lines(result: dict[str, Any]) -> list[str]:
     """The same with index tensors that are new at each call."""
     return fusion_lines(result, "Plain PyTorch, compiled, with other edges at each call")
+
+
+def batch_lines(result: dict[str, Any]) -> list[str]:
+    """Training on sampled neighbourhoods: milliseconds of a step, compiled in each way."""
+    lines = ["## Plain PyTorch, compiled, on sampled neighbourhoods", "", _measured(result), ""]
+    lines += result.get("notes", [])
+    names = list(result["rows"][0]["ways"])
+    lines += ["", *head("two layers", ">edges in a batch", *(f">{name}, ms" for name in names))]
+    for row in result["rows"]:
+        steps = " | ".join(f"{row['ways'][name]['step_ms']:.2f}" for name in names)
+        lines.append(f"| {row['program']}, {row['graph']} | {row['edges']:,.0f} | {steps} |")
+    return [*lines, ""]
 
 
 def fusion_lines(result: dict[str, Any], title: str = "Plain PyTorch, compiled") -> list[str]:

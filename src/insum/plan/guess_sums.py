@@ -1,0 +1,246 @@
+"""The first guess for sums of products without matrix units: small rules, the first that has
+something to say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from insum.lang.expr import Number, accesses, variables
+from insum.plan.config import Config
+from insum.plan.guess_rows import row_bytes
+from insum.plan.plan import Plan
+from insum.plan.roles import contiguity
+from insum.plan.sizes import WIDE_LOAD, power_of_two
+from insum.plan.tiling import ENOUGH_PROGRAMS, extent, held, output_places
+
+#: Threads of a tile that sum each its own, and how many outputs they take: as many halves as the
+#: widest load has.
+OWN_THREADS, OWN_SUMS = 128, 8
+#: Steps of such sums that are read before the first is added.
+OWN_STEPS = 9
+#: Values of a tile that has one axis and sums nothing.
+SINGLE_VALUES = 512
+#: Values of a tile that sums and is put together before atomics.
+SMALL_SUMS = 1024
+#: Side of a tile that is read along one axis and written along the other: a line of memory each
+#: way.
+TURNED = 64
+#: Numbers of a row that one thread reads by itself.
+SHORT_ROW = 4
+
+
+@dataclass(frozen=True, slots=True)
+class SummedTile:
+    """What a rule looks at: a plan, and how large a tile could be."""
+
+    plan: Plan
+    extents: Mapping[str, int]
+    m: int
+    n: int
+    k: int
+
+
+GuessRule: TypeAlias = Callable[[SummedTile], Config | None]
+
+
+def for_sum(plan: Plan, extents: Mapping[str, int]) -> Config:
+    roles = plan.roles
+    m, n, k = (
+        power_of_two(extent(axis, extents)) if axis else 1 for axis in (roles.m, roles.n, roles.k)
+    )
+    tile = SummedTile(plan, extents, m, n, k)
+    along = _reads_rows_of_sums(plan)
+    narrow = replace(tile, k=min(k, 128), n=min(n, max(1, 2048 // min(k, 128)))) if along else tile
+    columns = replace(narrow, n=min(narrow.n, 128))
+    rules: tuple[tuple[GuessRule, SummedTile], ...] = (
+        (_in_registers, tile),
+        (_columns_summed_last, tile),
+        (_along_rows, tile),
+        (_turned, narrow),
+        (_single_values, narrow),
+        (_side_by_side, columns),
+        (_a_list_each, columns),
+        (_few_long_sums, columns),
+        (_number_by_number, columns),
+    )
+    found = (rule(one) for rule, one in rules)
+    return next((config for config in found if config is not None), _any_other(columns))
+
+
+def _in_registers(tile: SummedTile) -> Config | None:
+    """A scattered dimension is held whole."""
+    plan, m, n = tile.plan, tile.m, tile.n
+    if plan.onehot < 0:
+        return None
+    m, n = held(plan, tile.extents, min(m, 16), min(n, 64))
+    if not {*plan.roles.m, *plan.roles.n} & set(variables(plan.target.indices[plan.onehot])):
+        # the register tile has a third axis, the scattered one
+        n, m = min(n, 32), 1 if plan.roles.m else m
+    k = min(tile.k, 16, max(4, 1024 // (m * n)))
+    return Config(m=m, n=n, k=k, warps=max(1, min(4, m * n * k // 2048)), stages=2)
+
+
+def _columns_summed_last(tile: SummedTile) -> Config | None:
+    """N is summed after the loop, so one tile holds all of it."""
+    plan, m, n = tile.plan, tile.m, tile.n
+    if not plan.roles.n or set(plan.roles.n) & set(variables(plan.target)):
+        return None
+    k = min(tile.k, max(1, 2048 // (n * m)))
+    return Config(m=m, n=n, k=k, warps=max(1, min(4, m * n * k // 1024)), stages=2)
+
+
+def _along_rows(tile: SummedTile) -> Config | None:
+    """The summed variable walks memory in order: whole rows of it are read."""
+    m, n, k = tile.m, tile.n, min(tile.k, 128)
+    if not _reads_rows_of_sums(tile.plan):
+        return None
+    if m * k <= SHORT_ROW and n >= 64:  # as of positions: a thread for each
+        return Config(m=m, n=min(n, 256), k=k, warps=8, stages=1)
+    if m * k <= (128 if m > 1 else 64) and n >= 32:  # and all that lies beside it
+        n = min(n, 2048 // (m * k))
+        return Config(m=m, n=n, k=k, warps=max(1, m * n * k // 1024), stages=1)
+    if 1 < m <= 8 and n >= 32:
+        # what lies beside each other, or is shared by several sums, in steps
+        k = min(k, 32)
+        return Config(m=m, n=8, k=k, warps=max(1, m * 8 * k // 1024), stages=1)
+    # gathered in steps of a load or two, while the next is on its way
+    if tile.plan.index_tensors and m == 1 and k == 128 and n >= 16:
+        return Config(m=1, n=16, k=32, warps=4, stages=2)
+    return None
+
+
+def _turned(tile: SummedTile) -> Config | None:
+    m, n = tile.m, tile.n
+    if not _is_turned(tile.plan) or min(m, n) < TURNED // 2:
+        return None
+    return Config(m=min(m, TURNED), n=min(n, TURNED), warps=4, stages=1)
+
+
+def _single_values(tile: SummedTile) -> Config | None:
+    """As many of them for each thread as the widest load has."""
+    m, n = tile.m, tile.n
+    if max(m, n) != m * n * tile.k:
+        return None
+    return Config(m=min(m, SINGLE_VALUES), n=min(n, SINGLE_VALUES), warps=4, stages=1)
+
+
+def _side_by_side(tile: SummedTile) -> Config | None:
+    """Every thread sums what is its own, one after the other: nothing is put together at the
+    end.
+    """
+    if tile.k >= 128 or not _gathers_side_by_side(tile.plan, tile.extents):
+        return None
+    n = min(tile.n, 64)
+    m = min(tile.m, OWN_THREADS * min(n, OWN_SUMS) // n)
+    return Config(m=m, n=n, k=1, warps=OWN_THREADS // 32, stages=min(tile.k, OWN_STEPS))
+
+
+def _a_list_each(tile: SummedTile) -> Config | None:
+    """The same; a thread has as much of a row as the widest load. Put together across warps, such
+    sums take up to ten times as long.
+    """
+    plan, extents = tile.plan, tile.extents
+    if tile.k >= 128 or not _gathers_a_list_each(plan, extents):
+        return None
+    even = math.gcd(extent(plan.roles.n, extents), tile.n)
+    n = even if even >= 32 else tile.n
+    m = min(tile.m, max(1, OWN_THREADS * (WIDE_LOAD // row_bytes(plan)) // n))
+    steps = min(extent(plan.roles.k, extents), OWN_STEPS)
+    return Config(m=m, n=n, k=1, warps=OWN_THREADS // 32, stages=steps)
+
+
+def _few_long_sums(tile: SummedTile) -> Config | None:
+    """Over few columns: more programs, and more rows in flight."""
+    plan, n = tile.plan, tile.n
+    places = output_places(plan, tile.extents)
+    if not plan.roles.k or tile.k < 1024 or places >= 2 * ENOUGH_PROGRAMS * n:
+        return None
+    wide = 128 // row_bytes(plan)  # a line of memory
+    if n >= wide and tile.m >= 4 and _shares_rows(plan):
+        return Config(m=min(tile.m, 16), n=min(n, wide), k=4, warps=4, stages=2)
+    n = min(n, 32)
+    return Config(m=1, n=n, k=max(32, 1024 // n), warps=8, stages=1)
+
+
+def _number_by_number(tile: SummedTile) -> Config | None:
+    """A load for each number: few of them for each thread."""
+    roles = tile.plan.roles
+    if not roles.m or roles.k or not _reads_apart(tile.plan):
+        return None
+    return Config(m=min(tile.m, 2), n=tile.n, warps=2, stages=1)
+
+
+def _any_other(tile: SummedTile) -> Config:
+    plan, m, n, k = tile.plan, tile.m, tile.n, tile.k
+    k = min(k, max(4, 1024 // n)) if plan.roles.k and k < 128 or n > 16 else k
+    if plan.strategy == "atomic" and k > 1 and n * k <= SMALL_SUMS:
+        # matrices of entries: a program waits for its sums, and small ones for less
+        return Config(m=min(m, SMALL_SUMS // (n * k)), n=n, k=k, warps=2, stages=1)
+    m = min(m, max(1, 2048 // (n * k)))
+    return Config(m=m, n=n, k=k, warps=4, stages=1 if k == 1 else 2)
+
+
+# --- what rules ask -------------------------------------------------------------------------------
+
+
+def _reads_rows_of_sums(plan: Plan) -> bool:
+    """Whether the summed variable walks memory in order, and those along N do not."""
+    roles = plan.roles
+    along = bool(roles.k) and contiguity(plan.factors, roles.k[-1]) > 0
+    return along and not any(contiguity(plan.factors, v) for v in roles.n)
+
+
+def _shares_rows(plan: Plan) -> bool:
+    """Whether a factor is summed for every place along M alike: it is read once for many."""
+    summed, across = {*plan.roles.k}, {*plan.roles.m}
+    read = [{*variables(f)} for f in plan.factors]
+    return any(summed & vars_ and not across & vars_ for vars_ in read)
+
+
+def _gathers_side_by_side(plan: Plan, extents: Mapping[str, int]) -> bool:
+    """Whether many outputs are sums over gathered rows, found by an index tensor that lies along
+    the outputs and not along the sums: maps of pooling, and of convolutions channel by channel.
+    """
+    if not (plan.roles.m and plan.roles.n and plan.roles.k):
+        return False
+    reads = [a for f in plan.factors if not isinstance(f, Number) for a in accesses(f)]
+    ends = {
+        a.indices[-1].var for a in reads if len(a.indices) > 1 and a.tensor in plan.index_tensors
+    }
+    enough = output_places(plan, extents) >= ENOUGH_PROGRAMS * OWN_THREADS * OWN_SUMS // 4
+    return enough and bool(ends & set(plan.roles.m)) and not ends & set(plan.roles.k)
+
+
+def _gathers_a_list_each(plan: Plan, extents: Mapping[str, int]) -> bool:
+    """Whether many outputs are sums over gathered rows, of which each has a list of its own in an
+    index tensor: neighbours that are interpolated, and bags of embeddings.
+    """
+    if not (plan.roles.m and plan.roles.n and plan.roles.k):
+        return False
+    reads = [a for f in plan.factors if not isinstance(f, Number) for a in accesses(f)]
+    lists = [
+        a
+        for a in reads
+        if a.tensor in plan.index_tensors and a.indices and a.indices[-1].var in plan.roles.k
+    ]
+    enough = output_places(plan, extents) >= ENOUGH_PROGRAMS * OWN_THREADS * OWN_SUMS // 4
+    return enough and any({*plan.roles.m} & {*variables(a)} for a in lists)
+
+
+def _reads_apart(plan: Plan) -> bool:
+    """Whether what lies beside each other in a factor is gathered number by number, along N."""
+    reads = [a for f in plan.factors if not isinstance(f, Number) for a in accesses(f)]
+    ends = [a.indices[-1] for a in reads if a.indices and a.tensor not in plan.index_tensors]
+    return any(any(True for _ in accesses(i)) and {*plan.roles.n} & {*variables(i)} for i in ends)
+
+
+def _is_turned(plan: Plan) -> bool:
+    """Whether nothing is summed, and what is read lies along M and what is written along N."""
+    along_m, along_n = (
+        any(contiguity(plan.factors, v) for v in axis) for axis in (plan.roles.m, plan.roles.n)
+    )
+    return not plan.roles.k and not plan.roles.loops and along_m and not along_n
