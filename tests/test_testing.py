@@ -500,7 +500,8 @@ def test_kernels_are_counted_where_the_launcher_is_loaded(monkeypatch: pytest.Mo
 @pytest.mark.interpreter
 def test_interpreted_kernels_are_counted() -> None:
     with insum.settings(backend="fused", require_fused=True):
-        f = lambda x: insum.insum("y[i] = 77.25 * x[i] + x[i] * x[i]", x=x)
+        # of which the second is summed over j
+        f = lambda x: insum.insum("y[i] = 77.25 * x[i] + x[i] * x[j]", x=x)
         with count_compiles() as first:
             f(torch.ones(3))
         with count_compiles() as second:

@@ -36,7 +36,7 @@ from insum.lang.expr import (
     variables,
 )
 from insum.lang.types import Typed, accumulator, infer, is_rounded, promoted
-from insum.plan.order import CannotOrder, Ordered, Path, ordered
+from insum.plan.order import CannotOrder, Ordered, Path, is_worth_an_order, ordered
 from insum.plan.path import NEVER, is_path, operands_of, wish_of
 from insum.plan.sizes import MemoryLayout, layout_of, typical
 from insum.plan.steps import Place, Step, Term
@@ -92,16 +92,9 @@ def is_orderable(problem: Problem, form: Form) -> bool:
 
 
 def _is_orderable(term: expand.ProductTerm, target: Access) -> bool:
-    """Of two factors, where something is gathered or scattered, which may be done before or after
-    the product.
-    """
+    """Of two factors where that may ever pay: others are not asked at each call."""
     operands = operands_of(term)
-    indices = (i for f in (target, *operands) for a in accesses(f, nested=False) for i in a.indices)
-    return (
-        len(operands) >= 3
-        or len(operands) == 2
-        and any(True for index in indices for _ in accesses(index))
-    )
+    return len(operands) >= 3 or len(operands) == 2 and is_worth_an_order(target, *operands)
 
 
 def is_copyable(problem: Problem, form: Form) -> bool:

@@ -163,7 +163,7 @@ def _few_long_sums(tile: SummedTile) -> Config | None:
     if n >= wide and tile.m >= 4 and _shares_rows(plan):
         return Config(m=min(tile.m, 16), n=min(n, wide), k=4, warps=4, stages=2)
     n = min(n, 32)
-    return Config(m=1, n=n, k=max(32, 1024 // n), warps=8, stages=1)
+    return Config(m=1, n=n, k=max(32, min(128, 1024 // n)), warps=8, stages=1)
 
 
 def _number_by_number(tile: SummedTile) -> Config | None:

@@ -21,10 +21,10 @@ MOST_POINTS = 768
 MOST_ADDED = 8
 
 
-def added_up(problem: Problem) -> tuple[ProductTerm, ...]:
-    """The products of a statement; one, their sum, where nothing is summed in any of them but what
-    is scattered to the same place. What one lacks the others would lack, too, where padding says
-    so, so that there is none.
+def added_up(problem: Problem, planned: Sequence[Planned]) -> ProductTerm | None:
+    """The sum of all products of a statement as one, where nothing is summed in any of them but
+    what is scattered to the same place; None where they had better stay apart: as matrix products
+    and patterns, or where padding leaves out what the others have.
 
     >>> import torch
     >>> from insum.lang.bind import bind
@@ -32,18 +32,20 @@ def added_up(problem: Problem) -> tuple[ProductTerm, ...]:
     >>> values = {"v": torch.ones(5), "x": torch.ones(3, 2), "z": torch.ones(3, 2)}
     >>> values |= {name: torch.zeros(5, dtype=torch.int64) for name in "ij"}
     >>> problem = bind(parse("y[i[p],n] = v[p] * x[j[p],n] + z[j[p],n]"), values, sizes={0: 3})
-    >>> [str(term.value) for term in added_up(problem)]
-    ['whole(v[p] * x[j[p],n] + z[j[p],n])']
+    >>> print(added_up(problem, ()).value)
+    whole(v[p] * x[j[p],n] + z[j[p],n])
     """
     terms, target = problem.terms, problem.statement.target
     if not 1 < len(terms) <= MOST_ADDED or problem.padded or not problem.dtype.is_floating_point:
-        return terms
+        return None
+    if any(one.plan.pattern is not None or one.plan.roles.dot for one in planned):
+        return None
     own = tuple(dict.fromkeys(variables(target)))
     if any(len(index.terms) > 1 for index in target.indices):
-        return terms
+        return None
     if not all({*term.variables} == {*own} for term in terms):
-        return terms
-    return (ProductTerm((Call("whole", (total([term.value for term in terms]),)),), own),)
+        return None
+    return ProductTerm((Call("whole", (total([term.value for term in terms]),)),), own)
 
 
 def joined(planned: Sequence[Planned]) -> list[Planned]:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from insum.lang.expr import accesses, variables
+from insum.lang.expr import Access, Expr, Var, accesses, variables
 from insum.plan.steps import MOVED, STARTED, Place, Step, StepBuffer, StepBuilder, StepState, Term
 
 #: A path is taken on its own account where it is so many times cheaper than one statement; where
@@ -103,6 +103,44 @@ def ordered(term: Term, wish: str | Path = "auto") -> Ordered:
         case _:
             found = _made(term, _searched(term, wish))
             return found if found.cost < together.cost else together
+
+
+def is_worth_an_order(target: Access, first: Expr, second: Expr) -> bool:
+    """Whether a product of two factors may be worth two statements, whatever the sizes: something
+    is summed, and one factor has nothing of what an index of the other, or of the left side, is
+    read by; or both are read by one summed variable, through indices alone.
+
+    >>> from insum.lang.parser import parse
+    >>> def looked(text):
+    ...     statement = parse(text)
+    ...     return is_worth_an_order(statement.target, *statement.value.factors)
+    >>> looked("Y[d[e],h] = X[s[e],f] * W[f,h]"), looked("Y[d[e],h] = M[e,f] * W[f,h]")
+    (True, True)
+    >>> looked("D[f,h] = X[s[e],f] * G[d[e],h]"), looked("Y[d[e],f] = v[e] * X[s[e],f]")
+    (True, False)
+    """
+    kept, scattered = {*variables(target)}, _inner(target)
+    both = [({*_direct(one)}, _inner(one)) for one in (first, second)]
+    (a, read_a), (b, read_b) = both
+    if (a & b) - kept:
+        return any(
+            (read and not read & (other | inner))
+            or (scattered & own and not scattered & (other | inner))
+            for (own, read), (other, inner) in (both, both[::-1])
+        )
+    return bool(read_a) and read_a == read_b and not read_a & (a | b | kept)
+
+
+def _inner(value: Expr) -> set[str]:
+    """Variables that index tensors are read by."""
+    reads = (i for access in accesses(value, nested=False) for i in access.indices)
+    return {v for index in reads for inner in accesses(index) for v in variables(inner)}
+
+
+def _direct(value: Expr) -> set[str]:
+    """Variables that stand in indices themselves."""
+    reads = (i for access in accesses(value, nested=False) for i in access.indices)
+    return {atom.name for index in reads for _, atom in index.terms if isinstance(atom, Var)}
 
 
 def _elements(term: Term) -> float:

@@ -14,6 +14,7 @@ import torch
 from insum.bounded import keep
 from insum.errors import SettingsError
 from insum.lang.bind import Problem
+from insum.lang.expand import ProductTerm
 from insum.plan import legal
 from insum.plan.config import Choice
 from insum.plan.draft import CannotFuse, Planned, Subject, Wishes
@@ -221,21 +222,17 @@ class Programs:
         """Every product of the statement, planned; all but the first add to what is there. Those
         that can be are one.
         """
-        planned = [
-            plan(
-                Subject(
-                    self.problem,
-                    term,
-                    sizes,
-                    wishes if number == 0 else replace(wishes, base=OUT),
-                    self.uses,
-                    self.wraps,
-                    ask,
-                )
-            )
-            for number, term in enumerate(added_up(self.problem))
-        ]
-        return joined(planned)
+
+        def planned(terms: Sequence[ProductTerm]) -> list[Planned]:
+            adding = replace(wishes, base=OUT)
+            return [
+                plan(Subject(self.problem, term, sizes, wish, self.uses, self.wraps, ask))
+                for term, wish in zip(terms, (wishes, *[adding] * (len(terms) - 1)), strict=True)
+            ]
+
+        apart = planned(self.problem.terms)
+        together = added_up(self.problem, apart)
+        return joined(apart) if together is None else planned([together])
 
 
 def unusable(problem: Problem) -> str:
