@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -424,6 +425,50 @@ def test_paths_of_two_factors(path: Any, padded: tuple[str, ...]) -> None:
     Y = torch.ones(6, 4, dtype=torch.float64)
     insum.insum(statement.replace("=", "+=", 1), Y=Y, padded=padded, optimize=path, **given)
     torch.testing.assert_close(Y, 1 + want.detach())
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (torch.int64, torch.int8),
+        (torch.int64, torch.bool),
+        (torch.float32, torch.float16),
+        (torch.float16, torch.float16),
+        (torch.float32, torch.bfloat16),
+        (torch.float64, torch.float32),
+        (torch.float64, torch.complex64),
+    ],
+    ids=str,
+)
+def test_what_is_scattered_first_is_added_up_in_full(
+    first: torch.dtype, second: torch.dtype
+) -> None:
+    """In what the products would be added up in, and not in what it is stored in."""
+    rows = torch.arange(3000) % 3
+    a, b = torch.ones(4, dtype=first), torch.full((3000,), 100).to(second)
+    statement, given = "Y[O[b],a] = A[a] * B[b]", {"A": a, "B": b, "O": rows}
+    got = insum.insum(statement, out_shape=(3, 4), optimize=[(1,), (0, 1)], **given)
+    want = insum.insum(statement, out_shape=(3, 4), optimize=False, **given)
+    assert got.dtype == want.dtype
+    assert torch.equal(got, want)
+
+
+def test_halves_are_not_added_up_before_their_product_on_a_gpu() -> None:
+    """Their sum may be too large for float16 where that of the products is not."""
+    shapes = {"X": (N, 64), "G": (N, 64), "src": (E,), "dst": (E,)}
+    values = described(shapes, "src dst")
+    for dtype, count in ((torch.float16, 0), (torch.bfloat16, 2), (torch.float32, 2)):
+        given = {k: v.to(dtype) if v.is_floating_point() else v for k, v in values.items()}
+        request = request_of("D[f,h] = X[src[e],f] * G[dst[e],h]", None, None, ())
+        problem = replace(request.bind(given), device=torch.device("cuda"))
+        assert len(stages_of(problem, request.form)) == count
+
+
+def test_idle_steps_of_a_path() -> None:
+    given = {"X": torch.ones(5, 3), "W": torch.ones(3, 2), "I": torch.zeros(9, dtype=torch.int64)}
+    for path in ([(0, 1), (0,), (0,)], [(0, 1), (0,), (0,), (0,)]):
+        with pytest.raises(insum.BindingError, match="multiplies nothing"):
+            insum.insum("y[e,g] = X[I[e],f] * W[f,g]", optimize=path, **given)
 
 
 def test_paths_that_take_nothing_off() -> None:

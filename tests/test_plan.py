@@ -828,6 +828,17 @@ def test_short_sums_over_what_an_index_finds(statement: str, along: str, k: int)
     assert first_guess.first_guess(plan, {**extents, "x": 30}).k > 1  # few outputs
 
 
+def test_sums_of_nothing_and_of_very_much_have_tiles() -> None:
+    lists = {"x": torch.empty(10, 64), "I": torch.zeros(20_000, 0, dtype=torch.int64)}
+    plan = plan_of("y[i,f] = x[I[i,k],f]", **lists)
+    assert first_guess.first_guess(plan, {"i": 20_000, "k": 0, "f": 64}).stages == 1
+    wide = {name: torch.empty(9, 3000, 8) for name in "xz"}
+    ends = {name: torch.zeros(4000, dtype=torch.int64) for name in "IL"}
+    plan = plan_of("y[e,h] = x[I[e],f,h] * z[L[e],f,h]", **wide, **ends)
+    guess = first_guess.first_guess(plan, {"e": 4000, "f": 200_000, "h": 8})
+    assert guess.m * guess.n * guess.k <= 4096
+
+
 @pytest.mark.parametrize("batch", [2_000, 10_000, 13_000])
 def test_constant_patterns_are_code_before_they_share_matrices(batch: int) -> None:
     """Weights of a tensor product are matrices that an index tensor chooses, as those of experts

@@ -72,7 +72,7 @@ def insum(
             nothing.
         config: Tile sizes and launch options of the generated kernel, as `insum.tune` prints them;
             a path without one takes no notice.
-        optimize: The order in which three and more factors are multiplied, as in opt_einsum:
+        optimize: The order in which factors are multiplied, as in opt_einsum:
             ``True`` or ``"auto"`` (several statements where that is clearly better than one),
             ``False`` or ``"never"`` (one statement), ``"optimal"``, ``"greedy"`` (wherever several
             are cheaper), or a path such as ``[(1, 2), (0, 1)]``. `explain` prints the path.

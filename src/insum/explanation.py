@@ -159,7 +159,7 @@ def parts_of(request: Request, values: Mapping[str, Value]) -> tuple[ExplainedSt
 def _order(
     problem: Problem, request: Request, parts: Sequence[ExplainedStatement], work: int
 ) -> str:
-    """The path that a product of three and more factors takes, and what it saves; what is copied
+    """The path that a product of several factors takes, and what it saves; what is copied
     into another layout first.
     """
     if len(parts) > 1 and not parts[-1].positions:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -84,6 +86,31 @@ def test_equality_with_something_rounded_is_left(limit: float) -> None:
     x, e = torch.randn(N, C).half(), torch.randn(E, C).half()
     run, _ = compiled(program)
     torch.testing.assert_close(run(x, e), program(x, e), rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize("asks", [torch.sign, lambda v: torch.where(v > 0, v + 1, -1)])
+def test_what_is_rounded_to_zero_stays_zero(asks: Callable[[Tensor], Tensor]) -> None:
+    """What is small is above zero before it is rounded."""
+
+    def program(x: Tensor, e: Tensor) -> Tensor:
+        small = (x[src].float() * e.float() * 1e-12).to(torch.float16)
+        return x.new_zeros(x.shape).index_add(0, dst, asks(small) * x[src])
+
+    x, e = torch.rand(N, C).half() + 1, torch.rand(E, C).half() + 1
+    run, _ = compiled(program)
+    torch.testing.assert_close(run(x, e), program(x, e), rtol=4e-3, atol=4e-3)
+
+
+def test_conversions_to_another_half_are_not_left_out() -> None:
+    """What float16 cannot hold is infinite, though bfloat16 could."""
+
+    def program(x: Tensor, e: Tensor) -> Tensor:
+        large = (x[src].float() * e.float() * 1e6).half().to(torch.bfloat16)
+        return x.new_zeros(x.shape).index_add(0, dst, large)
+
+    x, e = (torch.rand(size, C).bfloat16() + 1 for size in (N, E))
+    run, _ = compiled(program)
+    assert torch.equal(run(x, e).isinf(), program(x, e).isinf())
 
 
 def test_what_is_read_in_full_precision_is_rounded_before() -> None:

@@ -86,13 +86,15 @@ def is_orderable(problem: Problem, form: Form) -> bool:
         and len(problem.terms) <= MOST_TERMS
         and (
             is_path(form.optimize)
-            or any(_is_orderable(term, problem.statement.target) for term in problem.terms)
+            or any(_may_have_orders(term, problem.statement.target) for term in problem.terms)
         )
     )
 
 
-def _is_orderable(term: expand.ProductTerm, target: Access) -> bool:
-    """Of two factors where that may ever pay: others are not asked at each call."""
+def _may_have_orders(term: expand.ProductTerm, target: Access) -> bool:
+    """Three and more factors may; two where that may ever pay: others are not asked at each
+    call.
+    """
     operands = operands_of(term)
     return len(operands) >= 3 or len(operands) == 2 and is_worth_an_order(target, *operands)
 
@@ -183,9 +185,10 @@ class _Chosen:
     def path(self, term: expand.ProductTerm, wish: str | Path) -> Ordered | None:
         operands = operands_of(term)
         asked = not isinstance(wish, str)
-        if not asked and not _is_orderable(term, self.problem.statement.target):
+        if not asked and not _may_have_orders(term, self.problem.statement.target):
             return None
-        if infer(term.value, self.types).dtype == torch.bool:
+        number = infer(term.value, self.types).dtype
+        if number == torch.bool:
             return None
         try:
             found = ordered(self.described(term, operands), wish)
@@ -193,12 +196,21 @@ class _Chosen:
             raise self.problem.complain(
                 UnsupportedError,
                 f"the factors at {reason.positions} of optimize cannot be a statement of their own",
-                expected="factors with a precision of their own, and no padded index whose "
-                "variable others have",
+                expected="factors with a precision of their own, something that is left to do "
+                "behind them, and no padded index whose variable others have",
                 remedy='optimize="auto"',
             ) from None
+        if not asked and len(operands) == 2 and self.may_overflow(number, found):
+            return None
         self.taken |= {step.target.tensor for step in found.steps} | set(found.places)
         return found
+
+    def may_overflow(self, number: torch.dtype, found: Ordered) -> bool:
+        """Whether contributions meet in float16 before they are multiplied: their sum may be too
+        large for it where that of their products is not.
+        """
+        alone = len(found.steps) > 1 and len(found.steps[0].positions) == 1
+        return alone and number == torch.float16 and self.problem.device.type == "cuda"
 
     def copies(self, term: expand.ProductTerm, layouts: Layouts) -> Ordered | None:
         from insum.plan.layouts import copied  # which takes a while to import
@@ -226,6 +238,12 @@ class _Chosen:
 
 def _typical(shape: tuple[Size, ...]) -> tuple[int, ...]:
     return tuple(typical(example(size)) for size in shape)
+
+
+def _is_copy(target: Access, value: Access) -> bool:
+    """Whether numbers are moved, and none added up."""
+    plain = all(index.var is not None for index in target.indices)
+    return plain and {*variables(target)} == {*variables(value)}
 
 
 def _has_call(factor: Expr) -> bool:
@@ -273,7 +291,7 @@ class _StageWriter:
 
     def filling(self, step: Step, dtype: torch.dtype, places: Mapping[str, Place]) -> Stage:
         value = product(list(step.factors))
-        if isinstance(value, Access):  # a copy
+        if isinstance(value, Access) and _is_copy(step.target, value):
             dtype = self.types[value.tensor].dtype
         real = not infer(value, self.types).dtype.is_complex and dtype.is_complex
         dtype = dtype.to_real() if real else dtype

@@ -64,16 +64,14 @@ def pointwise(reader: ProductReader, node: Node, at: Indices, gathered: bool) ->
 
 def _check_widths(reader: ProductReader, node: Node, found: Expr, rounded: bool) -> None:
     """A statement compares halves as halves; a program that widened them first does not. Which side
-    of zero they are on does not change, but rounded values may be equal to it.
+    of zero they are on does not change; but what is small may be rounded to zero.
     """
-    if not isinstance(found, Call) or found.function not in _COMPARISONS:
-        return
-    if rounded and found.function in ("eq", "ne"):
-        raise Stop("it asks for equality with something rounded")
-    if any(isinstance(a, Number) and not a.value for a in found.args):
+    if not isinstance(found, Call) or found.function not in {*_COMPARISONS, "sign"}:
         return
     if rounded:
         raise Stop("it compares values that were rounded")
+    if found.function == "sign" or any(isinstance(a, Number) and not a.value for a in found.args):
+        return
     dtypes = {name: value_of(n).dtype for n, name in reader.names.items()}
     read = {dtypes[a.tensor] for a in accesses(found, nested=False) if a.tensor in dtypes}
     compared = {value_of(n).dtype for n in node.all_input_nodes}

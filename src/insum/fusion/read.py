@@ -87,7 +87,7 @@ class ProductReader:
     sums: bool = True  # whether the statement may sum: a largest sum is no largest value
     # whether somebody compares the result with what it is read from: nothing may be rounded anew
     compared: bool = False
-    half: bool = False  # whether the result is rounded to half precision
+    half: torch.dtype | None = None  # what the result is rounded to, where that is half precision
     names: dict[Node, str] = field(default_factory=dict)
     indices: list[IndexTensor] = field(default_factory=list)
     # index tensors in which a negative value counts from the end
@@ -238,7 +238,7 @@ class ProductReader:
         """Read what a conversion to half precision rounds: where it is computed on the way to a
         result of half precision, and nobody asks which of two rounded values is the larger.
         """
-        if not self.half:
+        if self.half != value_of(node).dtype:
             to = str(value_of(node).dtype).removeprefix("torch.")
             raise Stop(f"it converts float32 to {to}")
         if self.compared:

@@ -58,7 +58,7 @@ WORTH_A_HALF_SCATTER = 2**18
 
 def least_scatter(node: Node) -> int:
     """Elements from which a scatter into what has the dtype of ``node`` is worth a statement."""
-    return min(WORTH_A_SCATTER, WORTH_A_HALF_SCATTER) if is_half(node) else WORTH_A_SCATTER
+    return WORTH_A_HALF_SCATTER if is_half(node) else WORTH_A_SCATTER
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,7 +141,7 @@ def _contraction(node: Node, around: Around) -> Chain:
     a weight.
     """
 
-    def chain(half: bool) -> Chain:
+    def chain(half: torch.dtype | None) -> Chain:
         reader = ProductReader(replace(around, kept=around.kept - {node}), half=half)
         at = reader.variables(node)
         factors = CONTRACTIONS[node.target](reader, node, at, False)
@@ -150,16 +150,16 @@ def _contraction(node: Node, around: Around) -> Chain:
     return _rounded_late(node, chain)
 
 
-def _rounded_late(node: Node, chain: Callable[[bool], Chain]) -> Chain:
+def _rounded_late(node: Node, chain: Callable[[torch.dtype | None], Chain]) -> Chain:
     """A chain that is rounded to half precision at its end alone; or else, as where it would read
     something in full precision, one that takes what was rounded on the way as it is.
     """
     if not is_half(node):
-        return chain(False)
+        return chain(None)
     try:
-        return chain(True)
+        return chain(value_of(node).dtype)
     except Stop:
-        return chain(False)
+        return chain(None)
 
 
 def _scattered(
@@ -172,7 +172,7 @@ def _scattered(
 ) -> Chain:
     """A scatter of ``message`` into ``base``; ``at`` gives the indices of both."""
 
-    def read(half: bool, beside: int) -> tuple[ProductReader, Indices, list[Expr]]:
+    def read(half: torch.dtype | None, beside: int) -> tuple[ProductReader, Indices, list[Expr]]:
         sums = operator == "="
         compared = not sums and is_compared(node)
         reader = ProductReader(around, sums=sums, compared=compared, half=half, beside=beside)
@@ -180,7 +180,7 @@ def _scattered(
         reader.inline(node)
         return reader, target, reader.value(message, source)
 
-    def chain(half: bool) -> Chain:
+    def chain(half: torch.dtype | None) -> Chain:
         reader, target, factors = read(half, 0)
         size = points(shape_of(message))
         if operator == "=" and not reader.gathers and size >= least_scatter(node):

@@ -26,6 +26,8 @@ OWN_STEPS = 9
 SINGLE_VALUES = 512
 #: Values of a tile that sums and is put together before atomics.
 SMALL_SUMS = 1024
+#: And of one that sums long rows of few columns.
+LONGEST_SUM = 4096
 #: Side of a tile that is read along one axis and written along the other: a line of memory each
 #: way.
 TURNED = 64
@@ -149,7 +151,7 @@ def _a_list_each(tile: SummedTile) -> Config | None:
     even = math.gcd(extent(plan.roles.n, extents), tile.n)
     n = even if even >= 32 else tile.n
     m = min(tile.m, max(1, OWN_THREADS * (WIDE_LOAD // row_bytes(plan)) // n))
-    steps = min(extent(plan.roles.k, extents), OWN_STEPS)
+    steps = max(1, min(extent(plan.roles.k, extents), OWN_STEPS))
     return Config(m=m, n=n, k=1, warps=OWN_THREADS // 32, stages=steps)
 
 
@@ -176,7 +178,7 @@ def _number_by_number(tile: SummedTile) -> Config | None:
 
 def _any_other(tile: SummedTile) -> Config:
     plan, m, n, k = tile.plan, tile.m, tile.n, tile.k
-    k = min(k, max(4, 1024 // n)) if plan.roles.k and k < 128 or n > 16 else k
+    k = min(k, max(4, 1024 // n) if plan.roles.k and k < 128 or n > 16 else LONGEST_SUM // n)
     if plan.strategy == "atomic" and k > 1 and n * k <= SMALL_SUMS:
         # matrices of entries: a program waits for its sums, and small ones for less
         return Config(m=min(m, SMALL_SUMS // (n * k)), n=n, k=k, warps=2, stages=1)

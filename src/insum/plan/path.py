@@ -84,10 +84,12 @@ def wish_of(problem: Problem, text: str) -> str | Path:
             expected=", ".join(map(repr, _WORDS)),
         )
     left = count = len(operands_of(problem.terms[0]))
-    for step in path:
+    for number, step in enumerate(path):
         if len(set(step)) != len(step) or not all(0 <= p < left for p in step):
             raise _misfit(problem, path, f"{step} is no choice among {left} factors", count)
-        if len(step) < 2 and left > 2:
+        # of two factors one may be scattered first, or their product be gathered last
+        waits = left == 2 or left == 1 and number == len(path) - 1
+        if len(step) < 2 and count > 1 and not waits:
             raise _misfit(problem, path, f"{step} multiplies nothing", count)
         left -= len(step) - 1
     if left != 1:
