@@ -309,7 +309,8 @@ WRONG = [
     (
         ["faster"],
         "there is no benchmark 'faster'",
-        "block-spmm, spmm, conv, tensor-product, ablation, compilers, all, gallery, equivariant",
+        "block-spmm, spmm, conv, tensor-product, ablation, compilers, all, gallery, survey, "
+        "equivariant",
     ),
     (["spmm", "--dtypes", "fp8"], "there is no dtype 'fp8'", "fp32, fp16, bf16"),
     (

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import multiprocessing
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
-from insum.bench import gallery, main, sweep
+from insum.bench import gallery, main, survey, sweep
 from insum.bench.options import BenchOptions
 from insum.bench.records import FORWARD
 from insum.errors import BenchError
@@ -19,12 +20,13 @@ def options(*more: str) -> main.BenchOptions:
     return main.options_of(main.parser().parse_args(["gallery", "--device", "cpu", *more]))
 
 
-def test_every_statement_is_right() -> None:
+@pytest.mark.parametrize("benchmark", [gallery, survey], ids=["gallery", "survey"])
+def test_every_statement_is_right(benchmark: ModuleType) -> None:
     """Of each exhibit our result, and its gradients where it has some, against the formula."""
     from insum.bench.measure import TOLERANCE, relative_error
 
     names = []
-    for case in gallery.cases(options()):
+    for case in benchmark.cases(options()):
         ours = case.contenders[0]
         assert ours.name == "insum"
         error = relative_error(ours.make().run(), case.want())

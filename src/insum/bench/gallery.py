@@ -109,10 +109,11 @@ def cases(options: BenchOptions) -> Iterator[Comparison]:
         for exhibit in make(options):
             if options.names and not any(n in exhibit.name for n in options.names):
                 continue
-            yield from _cases(exhibit, options)
+            yield from compared(exhibit, options, "gallery")
 
 
-def _cases(exhibit: Exhibit, options: BenchOptions) -> Iterator[Comparison]:
+def compared(exhibit: Exhibit, options: BenchOptions, benchmark: str) -> Iterator[Comparison]:
+    """A case for each direction that has gradients of interest."""
     for tensor in exhibit.tensors.values():
         if not tensor.is_floating_point():
             insum.unchanging(tensor)
@@ -122,7 +123,7 @@ def _cases(exhibit: Exhibit, options: BenchOptions) -> Iterator[Comparison]:
         if direction != FORWARD and not exhibit.leaves:
             continue
         yield Comparison(
-            "gallery",
+            benchmark,
             exhibit.name,
             exhibit.dtype,
             direction,
@@ -137,10 +138,11 @@ def _contenders(exhibit: Exhibit, direction: str) -> Iterator[Contender]:
     yield Contender("insum", functools.partial(exhibit.ready, exhibit.ours, direction), lines=1)
     rivals = {"torch": exhibit.formula} if exhibit.plain else {}
     for name, formula in {**rivals, **exhibit.rivals}.items():
-        yield Contender(name, functools.partial(exhibit.ready, exhibit.of(formula), direction))
+        make = functools.partial(exhibit.ready, exhibit.of(formula), direction)
+        yield Contender(name, make, slow=name == "torch.compile")
 
 
-def _sizes(options: BenchOptions, *sizes: int) -> tuple[int, ...]:
+def sizes_here(options: BenchOptions, *sizes: int) -> tuple[int, ...]:
     """As they are on a GPU, far smaller elsewhere and with --quick: all can be seen to work."""
     full = options.gpu and not options.quick
     return sizes if full else tuple(max(8, n // 64) for n in sizes)
@@ -173,7 +175,7 @@ def experts(options: BenchOptions) -> Iterator[Exhibit]:
         (256, 64, 2048, 1408),
         (3000, 16, 1000, 1200),
     ):
-        tokens, k, n = _sizes(options, tokens, k, n)
+        tokens, k, n = sizes_here(options, tokens, k, n)
         draw = RandomTensors(options.device, HALF)
         e = (draw.chance(tokens) * number).long().sort().values.int()
         tensors = {
@@ -195,7 +197,7 @@ def experts(options: BenchOptions) -> Iterator[Exhibit]:
 
 
 def relations(options: BenchOptions) -> Iterator[Exhibit]:
-    edges, nodes = _sizes(options, 400_000, 20_000)
+    edges, nodes = sizes_here(options, 400_000, 20_000)
     draw = RandomTensors(options.device, HALF)
     s, d = ((draw.chance(edges) * nodes).int() for _ in range(2))
     relation = (draw.chance(edges) * 12).int()
@@ -217,7 +219,7 @@ def relations(options: BenchOptions) -> Iterator[Exhibit]:
 
 
 def adapters(options: BenchOptions) -> Iterator[Exhibit]:
-    batch, length, k = _sizes(options, 64, 128, 4096)
+    batch, length, k = sizes_here(options, 64, 128, 4096)
     draw = RandomTensors(options.device, HALF)
     tensors = {
         "X": draw.normal(batch, length, k),
@@ -239,7 +241,7 @@ def adapters(options: BenchOptions) -> Iterator[Exhibit]:
 
 def convolutions(options: BenchOptions) -> Iterator[Exhibit]:
     for degree, edges in ((1, 100_000), (2, 100_000), (3, 50_000)):
-        edges, nodes = _sizes(options, edges, edges // 20)
+        edges, nodes = sizes_here(options, edges, edges // 20)
         products = degrees(degree, even=True)
         fixed, paths = promised(coefficients(products), options.device), len(products)
         draw, size = RandomTensors(options.device), (degree + 1) ** 2
@@ -279,7 +281,7 @@ def _convolution(size: int, paths: int, *, X: Tensor, Y: Tensor, W: Tensor, **t:
 
 def dense(options: BenchOptions) -> Iterator[Exhibit]:
     draw = RandomTensors(options.device, torch.float16)
-    (n,) = _sizes(options, 4096)
+    (n,) = sizes_here(options, 4096)
     square = {"A": draw.normal(n, n), "B": draw.normal(n, n, scale=n**-0.5)}
     yield Exhibit(
         f"matrix product of {n}",
@@ -289,7 +291,7 @@ def dense(options: BenchOptions) -> Iterator[Exhibit]:
         2.0 * n**3,
         leaves=("A", "B"),
     )
-    (n,) = _sizes(options, 1024)
+    (n,) = sizes_here(options, 1024)
     three = {name: draw.normal(n, n, scale=n**-0.5) for name in "ABC"}
     yield Exhibit(
         f"chain of three, {n} each",
@@ -299,7 +301,7 @@ def dense(options: BenchOptions) -> Iterator[Exhibit]:
         4.0 * n**3,
         leaves=("A", "B", "C"),
     )
-    batch, channels, length = _sizes(options, 32, 256, 2048)
+    batch, channels, length = sizes_here(options, 32, 256, 2048)
     signal = {
         "x": draw.normal(batch, channels, length + 2),
         "w": draw.normal(channels, channels, 3, scale=(3 * channels) ** -0.5),
@@ -315,7 +317,7 @@ def dense(options: BenchOptions) -> Iterator[Exhibit]:
 
 
 def reductions(options: BenchOptions) -> Iterator[Exhibit]:
-    (n,) = _sizes(options, 16_384)
+    (n,) = sizes_here(options, 16_384)
     a = {"a": RandomTensors(options.device).normal(n, n)}
     for name, statement, formula in (
         ("maximum along the first axis", "y[j] max= a[i,j]", lambda a: a.amax(0)),
@@ -324,7 +326,7 @@ def reductions(options: BenchOptions) -> Iterator[Exhibit]:
         ("sum along the last axis", "y[i] = a[i,j]", lambda a: a.sum(1)),
     ):
         yield Exhibit(name, statement, a, formula)
-    small = {"a": RandomTensors(options.device).normal(*_sizes(options, 512, 512), 512)}
+    small = {"a": RandomTensors(options.device).normal(*sizes_here(options, 512, 512), 512)}
     for name, statement, formula in (
         ("maximum along the middle axis", "y[i,k] max= a[i,j,k]", lambda a: a.amax(1)),
         ("sum along the middle axis", "y[i,k] = a[i,j,k]", lambda a: a.sum(1)),
@@ -337,7 +339,7 @@ def reductions(options: BenchOptions) -> Iterator[Exhibit]:
 
 def gathers(options: BenchOptions) -> Iterator[Exhibit]:
     draw, single = RandomTensors(options.device, HALF), RandomTensors(options.device)
-    points, rows = _sizes(options, 2_000_000, 100_000)
+    points, rows = sizes_here(options, 2_000_000, 100_000)
     i, j, k = ((single.chance(points) * rows).int() for _ in range(3))
     factors = {
         "v": single.normal(points),
@@ -362,7 +364,7 @@ def gathers(options: BenchOptions) -> Iterator[Exhibit]:
         lambda A, B, i, j: (A[i] * B[j]).sum(1),
         leaves=("A", "B"),
     )
-    bags, words = _sizes(options, 65_536, 200_000)
+    bags, words = sizes_here(options, 65_536, 200_000)
     word = (single.chance(bags, 32) * words).int()
     yield Exhibit(
         "weighted embedding bag",
@@ -372,7 +374,7 @@ def gathers(options: BenchOptions) -> Iterator[Exhibit]:
         rivals={"torch.embedding_bag": _embedding_bag},
         leaves=("E", "w"),
     )
-    pages, length = _sizes(options, 4096, 256)
+    pages, length = sizes_here(options, 4096, 256)
     each = max(1, length // 16)
     table = torch.randperm(pages, device=options.device)[: 32 * each].view(32, -1).int()
     yield Exhibit(
@@ -388,7 +390,7 @@ def _embedding_bag(E: Tensor, word: Tensor, w: Tensor) -> Tensor:
 
 
 def messages(options: BenchOptions) -> Iterator[Exhibit]:
-    nodes, edges = _sizes(options, 50_000, 1_000_000)
+    nodes, edges = sizes_here(options, 50_000, 1_000_000)
     draw, single = RandomTensors(options.device, torch.float16), RandomTensors(options.device)
     s = (single.chance(edges) * nodes).int()
     d = (single.chance(edges) * nodes).int().sort().values

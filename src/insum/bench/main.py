@@ -38,6 +38,7 @@ from insum.bench import (
     records,
     rivals,
     spmm,
+    survey,
     sweep,
     table,
     tensor_product,
@@ -61,7 +62,11 @@ BENCHMARKS: dict[str, ModuleType] = {
     "compilers": compilers,
 }
 #: What is no part of ``all``, which is the paper's.
-MORE: dict[str, ModuleType] = {"gallery": gallery, "equivariant": equivariant}
+MORE: dict[str, ModuleType] = {
+    "gallery": gallery,
+    "survey": survey,
+    "equivariant": equivariant,
+}
 #: What has a record of its own.
 STUDIES: dict[str, ModuleType] = {
     "fresh": fresh,

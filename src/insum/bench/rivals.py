@@ -65,6 +65,7 @@ RIVALS: dict[str, tuple[Rival, ...]] = {
     "ablation": (TORCH_BSR,),
     "compilers": (),
     "gallery": (),
+    "survey": (),
     "equivariant": (E3NN, CUEQUIVARIANCE, OPENEQUIVARIANCE),
 }
 
