@@ -40,7 +40,8 @@ def eager_splits(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(module, name, 0)
     for name in ("CLEARLY", "TWICE", "BY_FAR"):
         monkeypatch.setattr(order, name, 1)
-    monkeypatch.setattr(order, "WORTH_A_CALL", 0)
+    for name in ("WORTH_A_CALL", "WORTH_ON_A_CPU"):
+        monkeypatch.setattr(order, name, 0)
     monkeypatch.setattr("insum.call.prepared._forms", {})
     monkeypatch.setattr("insum.call.lookup._fronts", {})
 

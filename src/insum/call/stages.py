@@ -233,6 +233,7 @@ class _Chosen:
             frozenset(self.taken),
             may_scatter=len(self.problem.terms) == 1,
             may_index=self.may_index,
+            on_cpu=self.problem.device.type == "cpu",
         )
 
 

@@ -26,8 +26,9 @@ from insum.plan.steps import MOVED, STARTED, Place, Step, StepBuffer, StepBuilde
 #: its buffers are larger than everything that is read and written, so many times.
 CLEARLY, BY_FAR = 4, 16
 #: Of two factors nothing is read anew at every point but what the index of one finds: there it is
-#: so many times, where it saves what is worth another call.
-TWICE, WORTH_A_CALL = 2, 2**28
+#: so many times, where it saves what is worth another call; on a CPU, where a point takes longer,
+#: the second.
+TWICE, WORTH_A_CALL, WORTH_ON_A_CPU = 2, 2**28, 2**23
 #: Buffers of more elements than this, and of more than so many times those of all arguments, are
 #: never made.
 MOST_BUFFERED, MOST_OF_ARGUMENTS = 2**24, 8
@@ -161,7 +162,8 @@ def _is_clear(found: Ordered, together: Ordered, term: Term) -> bool:
     arguments = _elements(term)
     if found.buffered > max(MOST_BUFFERED, MOST_OF_ARGUMENTS * arguments):
         return False
-    if len(term.factors) == 2 and together.cost - found.cost < WORTH_A_CALL:
+    least = WORTH_ON_A_CPU if term.on_cpu else WORTH_A_CALL
+    if len(term.factors) == 2 and together.cost - found.cost < least:
         return False
     better = BY_FAR if found.buffered > arguments else _clearly(term)
     return found.cost * better <= together.cost

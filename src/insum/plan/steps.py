@@ -49,6 +49,7 @@ class Term:
         taken: names that buffers and variables of our own must not have.
         may_scatter: whether a buffer may be scattered into instead of the output.
         may_index: whether statements before the last may read or write through indices.
+        on_cpu: where it runs.
     """
 
     target: Access
@@ -62,6 +63,7 @@ class Term:
     taken: frozenset[str] = frozenset()
     may_scatter: bool = True
     may_index: bool = True
+    on_cpu: bool = False
 
 
 @dataclass(frozen=True, slots=True)
