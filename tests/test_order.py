@@ -35,9 +35,9 @@ EVERY_WAY = [True, False, "optimal", "greedy", [(0, 1), (0, 1)], [(0, 2), (0, 1)
 @pytest.fixture
 def eager_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A path is taken wherever it has fewer points, however small the sizes."""
-    for name in ("STARTED", "MOVED"):
-        for module in (order, steps):
-            monkeypatch.setattr(module, name, 0)
+    for name in ("STARTED", "STARTED_ON_A_CPU", "MOVED"):
+        monkeypatch.setattr(steps, name, 0)
+    monkeypatch.setattr(order, "MOVED", 0)
     for name in ("CLEARLY", "TWICE", "BY_FAR"):
         monkeypatch.setattr(order, name, 1)
     for name in ("WORTH_A_CALL", "WORTH_ON_A_CPU"):

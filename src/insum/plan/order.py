@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from insum.lang.expr import Access, Expr, Var, accesses, variables
-from insum.plan.steps import MOVED, STARTED, Place, Step, StepBuffer, StepBuilder, StepState, Term
+from insum.plan.steps import MOVED, Place, Step, StepBuffer, StepBuilder, StepState, Term
 
 #: A path is taken on its own account where it is so many times cheaper than one statement; where
 #: its buffers are larger than everything that is read and written, so many times.
@@ -28,7 +28,7 @@ CLEARLY, BY_FAR = 4, 16
 #: Of two factors nothing is read anew at every point but what the index of one finds: there it is
 #: so many times, where it saves what is worth another call; on a CPU, where a point takes longer,
 #: the second.
-TWICE, WORTH_A_CALL, WORTH_ON_A_CPU = 2, 2**28, 2**23
+TWICE, WORTH_A_CALL, WORTH_ON_A_CPU = 2, 2**28, 2**21
 #: Buffers of more elements than this, and of more than so many times those of all arguments, are
 #: never made.
 MOST_BUFFERED, MOST_OF_ARGUMENTS = 2**24, 8
@@ -155,7 +155,7 @@ def _least(term: Term) -> float:
     builder = StepBuilder(term)
     reads = {a for f in term.factors for a in accesses(f, nested=False)}
     read = sum(builder.read_by(a) for a in reads)
-    return 2 * STARTED + MOVED * (math.prod(term.shape) + read)
+    return 2 * term.started + MOVED * (math.prod(term.shape) + read)
 
 
 def _is_clear(found: Ordered, together: Ordered, term: Term) -> bool:

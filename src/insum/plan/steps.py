@@ -27,6 +27,8 @@ from insum.lang.expr import (
 #: What the costs are counted in: one point of a loop, a multiplication and an addition. Moving one
 #: number to or from memory takes as long as so many points, one more statement as so many.
 MOVED, STARTED = 16, 2**22
+#: The latter on a CPU, where a point takes longer.
+STARTED_ON_A_CPU = 2**19
 #: Up to so many factors of one step that read through indices, every way to read them is looked at.
 MOST_OPENED = 3
 #: A buffer is called after what it is made of, up to so many letters.
@@ -64,6 +66,11 @@ class Term:
     may_scatter: bool = True
     may_index: bool = True
     on_cpu: bool = False
+
+    @property
+    def started(self) -> int:
+        """What one more statement takes."""
+        return STARTED_ON_A_CPU if self.on_cpu else STARTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +164,8 @@ class StepBuilder:
     ) -> Step:
         points = self.size_of({v for f in (target, *factors) for v in variables(f)})
         moved = written + sum(self.read_by(a) for f in factors for a in accesses(f))
-        return Step(target, factors, dims, positions, points + MOVED * moved + STARTED, points)
+        cost = points + MOVED * moved + self.term.started
+        return Step(target, factors, dims, positions, cost, points)
 
     def read_by(self, access: Access) -> float:
         """How many elements an access reads, each once."""
