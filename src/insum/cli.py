@@ -149,8 +149,8 @@ def _add_programs(app: "typer.Typer") -> None:
     def bench(context: typer.Context) -> None:
         """The paper's tables and figures against the rivals that are here: block-spmm, spmm, conv,
         tensor-product, ablation, compilers, all, report; and what else is measured: gallery,
-        equivariant, fresh, sweep, unet, voxels, models, fusion, tuning, first-call, overhead,
-        memory, formats, cpu, distributed, compare.
+        survey, equivariant, fresh, sweep, unet, voxels, models, fusion, tuning, first-call,
+        overhead, memory, formats, cpu, distributed, compare.
         """
         from insum.bench.main import main
 

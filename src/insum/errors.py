@@ -261,6 +261,6 @@ class BenchError(InsumError, ValueError):
     >>> main(["faster"])
     insum bench: there is no benchmark 'faster'
       expected: block-spmm, spmm, conv, tensor-product, ablation, compilers, all, gallery,
-      equivariant, fresh, sweep, ... or report
+      survey, equivariant, fresh, sweep, ... or report
     2
     """
