@@ -187,8 +187,7 @@ class _Chosen:
         asked = not isinstance(wish, str)
         if not asked and not _may_have_orders(term, self.problem.statement.target):
             return None
-        number = infer(term.value, self.types).dtype
-        if number == torch.bool:
+        if infer(term.value, self.types).dtype == torch.bool:
             return None
         try:
             found = ordered(self.described(term, operands), wish)
@@ -200,17 +199,8 @@ class _Chosen:
                 "behind them, and no padded index whose variable others have",
                 remedy='optimize="auto"',
             ) from None
-        if not asked and len(operands) == 2 and self.may_overflow(number, found):
-            return None
         self.taken |= {step.target.tensor for step in found.steps} | set(found.places)
         return found
-
-    def may_overflow(self, number: torch.dtype, found: Ordered) -> bool:
-        """Whether contributions meet in float16 before they are multiplied: their sum may be too
-        large for it where that of their products is not.
-        """
-        alone = len(found.steps) > 1 and len(found.steps[0].positions) == 1
-        return alone and number == torch.float16 and self.problem.device.type == "cuda"
 
     def copies(self, term: expand.ProductTerm, layouts: Layouts) -> Ordered | None:
         from insum.plan.layouts import copied  # which takes a while to import
@@ -233,6 +223,8 @@ class _Chosen:
             frozenset(self.taken),
             may_scatter=len(self.problem.terms) == 1,
             may_index=self.may_index,
+            # a sum may be too large for the buffer where that of the products is not
+            adds_first=number != torch.float16 or self.problem.device.type != "cuda",
             on_cpu=self.problem.device.type == "cpu",
         )
 

@@ -4,6 +4,7 @@ Neither matrix is gathered.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -59,13 +60,12 @@ class Dots:
     why = "a scalar product for each point is a product of two matrices, sampled at the points"
 
     def __call__(self, call: HostCall) -> Tensor:
-        roles = self.roles
         found = call.kept(self.key, lambda: self.made(call))
         a, b = self.factor(call, found.first), self.factor(call, 1 - found.first)
         result = found.dots(a, b)
         if found.take is not None:
-            result = a.new_zeros(roles.count).scatter_(0, found.take, result)
-        return cast(self.finish(call, result.reshape(self.sizes)), roles.problem.dtype)
+            result = a.new_zeros(math.prod(self.sizes)).scatter_(0, found.take, result)
+        return cast(self.finish(call, result.reshape(self.sizes)), self.roles.problem.dtype)
 
     def factor(self, call: HostCall, which: int) -> Tensor:
         side = self.roles.wide[which]

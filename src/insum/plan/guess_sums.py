@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from insum.lang.expr import Number, accesses, variables
+from insum.lang.expr import accesses, variables
 from insum.plan.config import Config
 from insum.plan.guess_rows import row_bytes
 from insum.plan.plan import Plan
@@ -55,13 +55,14 @@ def for_sum(plan: Plan, extents: Mapping[str, int]) -> Config:
         power_of_two(extent(axis, extents)) if axis else 1 for axis in (roles.m, roles.n, roles.k)
     )
     tile = SummedTile(plan, extents, m, n, k)
-    along = _reads_rows_of_sums(plan)
-    narrow = replace(tile, k=min(k, 128), n=min(n, max(1, 2048 // min(k, 128)))) if along else tile
+    # where rows are summed, a tile has as much of them as it can, and fewer of them
+    row = replace(tile, k=min(k, 128)) if _reads_rows_of_sums(plan) else None
+    narrow = tile if row is None else replace(row, n=min(n, max(1, 2048 // row.k)))
     columns = replace(narrow, n=min(narrow.n, 128))
-    rules: tuple[tuple[GuessRule, SummedTile], ...] = (
+    rules: tuple[tuple[GuessRule, SummedTile | None], ...] = (
         (_in_registers, tile),
         (_columns_summed_last, tile),
-        (_along_rows, tile),
+        (_along_rows, row),
         (_turned, narrow),
         (_single_values, narrow),
         (_side_by_side, columns),
@@ -69,7 +70,7 @@ def for_sum(plan: Plan, extents: Mapping[str, int]) -> Config:
         (_few_long_sums, columns),
         (_number_by_number, columns),
     )
-    found = (rule(one) for rule, one in rules)
+    found = (rule(one) for rule, one in rules if one is not None)
     return next((config for config in found if config is not None), _any_other(columns))
 
 
@@ -97,9 +98,7 @@ def _columns_summed_last(tile: SummedTile) -> Config | None:
 
 def _along_rows(tile: SummedTile) -> Config | None:
     """The summed variable walks memory in order: whole rows of it are read."""
-    m, n, k = tile.m, tile.n, min(tile.k, 128)
-    if not _reads_rows_of_sums(tile.plan):
-        return None
+    m, n, k = tile.m, tile.n, tile.k
     if m * k <= SHORT_ROW and n >= 64:  # as of positions: a thread for each
         return Config(m=m, n=min(n, 256), k=k, warps=8, stages=1)
     if m * k <= (128 if m > 1 else 64) and n >= 32:  # and all that lies beside it
@@ -209,7 +208,7 @@ def _gathers_side_by_side(plan: Plan, extents: Mapping[str, int]) -> bool:
     """
     if not (plan.roles.m and plan.roles.n and plan.roles.k):
         return False
-    reads = [a for f in plan.factors if not isinstance(f, Number) for a in accesses(f)]
+    reads = [a for f in plan.factors for a in accesses(f)]
     ends = {
         a.indices[-1].var for a in reads if len(a.indices) > 1 and a.tensor in plan.index_tensors
     }
@@ -223,7 +222,7 @@ def _gathers_a_list_each(plan: Plan, extents: Mapping[str, int]) -> bool:
     """
     if not (plan.roles.m and plan.roles.n and plan.roles.k):
         return False
-    reads = [a for f in plan.factors if not isinstance(f, Number) for a in accesses(f)]
+    reads = [a for f in plan.factors for a in accesses(f)]
     lists = [
         a
         for a in reads
@@ -235,7 +234,7 @@ def _gathers_a_list_each(plan: Plan, extents: Mapping[str, int]) -> bool:
 
 def _reads_apart(plan: Plan) -> bool:
     """Whether what lies beside each other in a factor is gathered number by number, along N."""
-    reads = [a for f in plan.factors if not isinstance(f, Number) for a in accesses(f)]
+    reads = [a for f in plan.factors for a in accesses(f)]
     ends = [a.indices[-1] for a in reads if a.indices and a.tensor not in plan.index_tensors]
     return any(any(True for _ in accesses(i)) and {*plan.roles.n} & {*variables(i)} for i in ends)
 

@@ -20,7 +20,16 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from insum.lang.expr import Access, Expr, Var, accesses, variables
-from insum.plan.steps import MOVED, Place, Step, StepBuffer, StepBuilder, StepState, Term
+from insum.plan.steps import (
+    MOVED,
+    Place,
+    Step,
+    StepBuffer,
+    StepBuilder,
+    StepState,
+    Term,
+    reading_indices,
+)
 
 #: A path is taken on its own account where it is so many times cheaper than one statement; where
 #: its buffers are larger than everything that is read and written, so many times.
@@ -134,8 +143,8 @@ def is_worth_an_order(target: Access, first: Expr, second: Expr) -> bool:
 
 def _inner(value: Expr) -> set[str]:
     """Variables that index tensors are read by."""
-    reads = (i for access in accesses(value, nested=False) for i in access.indices)
-    return {v for index in reads for inner in accesses(index) for v in variables(inner)}
+    reads = (a for index in reading_indices(value) for a in accesses(index))
+    return {v for access in reads for v in variables(access)}
 
 
 def _direct(value: Expr) -> set[str]:
@@ -222,7 +231,9 @@ def _next(
     two, both, which are then read through an index, or one, which is scattered first.
     """
     free = [p for p, f in enumerate(state.factors) if variables(f.value)]
-    counts = (1, 2) if len(state.factors) == 2 else range(2, min(most, len(state.factors) - 1) + 1)
+    counts = range(2, min(most, len(state.factors) - 1) + 1)
+    if len(state.factors) == 2:
+        counts = range(1 if builder.term.adds_first else 2, 3)
     for count in counts:
         for positions in itertools.combinations(free, count):
             found = builder.buffer(state, positions)

@@ -51,6 +51,7 @@ class Term:
         taken: names that buffers and variables of our own must not have.
         may_scatter: whether a buffer may be scattered into instead of the output.
         may_index: whether statements before the last may read or write through indices.
+        adds_first: whether a factor may be added up by itself, before it is multiplied.
         on_cpu: where it runs.
     """
 
@@ -65,6 +66,7 @@ class Term:
     taken: frozenset[str] = frozenset()
     may_scatter: bool = True
     may_index: bool = True
+    adds_first: bool = True
     on_cpu: bool = False
 
     @property
@@ -201,7 +203,7 @@ class StepBuilder:
         would be multiplied by what others have for that point.
         """
         parts = (made.step.target, *made.step.factors)
-        indices = [a for f in parts for i in _indices(f) for a in accesses(i)]
+        indices = [a for f in parts for i in reading_indices(f) for a in accesses(i)]
         kept = set(variables(made.step.target)) & set(variables(made.read))
         lost = any(a.tensor in self.term.padded and kept & {*variables(a)} for a in indices)
         return not lost and (self.term.may_index or not indices)
@@ -353,10 +355,12 @@ def _ways(state: StepState, positions: tuple[int, ...]) -> Iterator[frozenset[in
 
 def _can_open(factor: Expr) -> bool:
     """Whether a factor reads one tensor, and that through indices."""
-    return len(list(accesses(factor, nested=False))) == 1 and any(True for _ in _indices(factor))
+    return len(list(accesses(factor, nested=False))) == 1 and any(
+        True for _ in reading_indices(factor)
+    )
 
 
-def _indices(factor: Expr) -> Iterator[Affine]:
+def reading_indices(factor: Expr) -> Iterator[Affine]:
     """The index expressions of a factor that read tensors."""
     for access in accesses(factor, nested=False):
         yield from filter(_reads, access.indices)
