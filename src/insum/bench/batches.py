@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 import insum.fusion
 from insum.bench import data
+from insum.bench.layer_data import HEADS
 from insum.bench.measure import release, set_up, turn, wait
-from insum.bench.programs import HEADS, SMALL_EDGES, SMALL_NODES
+from insum.bench.programs import SMALL_EDGES, SMALL_NODES
 from insum.bench.rivals import module
 from insum.bench.study import Study
 

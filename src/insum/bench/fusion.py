@@ -46,6 +46,7 @@ from insum.bench.measure import (
     wait_quietly,
 )
 from insum.bench.programs import (
+    FURTHER_PROGRAMS,
     ON_REQUEST,
     PROGRAMS,
     PlainProgram,
@@ -275,6 +276,11 @@ def time_calls(every: Sequence[CompiledWay], device: torch.device, rounds: int) 
 def add_options(parser: Any) -> None:
     parser.add_argument("--graph", default="ego-twitter", help="graphs, separated by commas")
     parser.add_argument("--cloud", default="pc-s3dis-ucf-lobby")
+    parser.add_argument(
+        "--further",
+        action="store_true",
+        help="the other layers of PyG, and messages written by hand",
+    )
     parser.add_argument("--columns", type=int, default=64, help="channels")
     parser.add_argument(
         "--fresh",
@@ -327,7 +333,8 @@ def run(study: Study) -> int:
 
 def wanted(study: Study) -> list[dict[str, Any]]:
     """What is to be measured, each as the beginning of its row."""
-    asked, names = study.asked, study.wanted(PROGRAMS)
+    asked = study.asked
+    names = study.wanted(FURTHER_PROGRAMS if asked.further else PROGRAMS)
     if not study.options.names:
         names = [name for name in names if name not in ON_REQUEST]
     about = {"columns": asked.columns, "fresh": asked.fresh, "breaks": asked.breaks}

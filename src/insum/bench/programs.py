@@ -4,7 +4,6 @@ graph, and a sparse convolution written by hand over the voxels of a point cloud
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,19 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from insum.bench import data
+from insum.bench.further_layers import FURTHER
+from insum.bench.layer_data import HEADS, RELATIONS, LayerData, perceptron
 from insum.bench.options import BenchOptions
 from insum.bench.rivals import module
 
-RELATIONS, HEADS, KERNELS, HOPS = 4, 4, 4, 10
-#: Elements that matrices of all edges may have; layers with such take fewer channels.
-MOST_OF_MATRICES = 2**29
+KERNELS, HOPS = 4, 10
 #: Programs that are run when they are named: torch.compile alone fails on the first with some
 #: versions of torch; the second masks self-loops at each call.
 ON_REQUEST = ("FastRGCNConv", "GCNConv-uncached")
 #: Programs that run over something else than a graph.
 WITHOUT_GRAPH = ("convolution",)
 #: Programs that mask edges at each call: those of each relation, or self-loops.
-MASKING = ("RGCNConv", "GCNConv-uncached", "ChebConv")
+MASKING = ("RGCNConv", "GCNConv-uncached", "ChebConv", "GATConv-loops")
 #: Nodes, edges and voxels where there is no GPU.
 SMALL_NODES, SMALL_EDGES, SMALL_CLOUD = 60, 400, 300
 
@@ -99,43 +98,6 @@ class HandConvolution(nn.Module):
         return out
 
 
-@dataclass(frozen=True)
-class LayerData:
-    """What a layer of PyG is made for: a graph, channels, and values at its edges."""
-
-    pyg: Any
-    columns: int
-    edges: Tensor
-    nodes: int
-
-    def at_edges(self, *shape: int) -> Tensor:
-        return torch.randn(self.edges.shape[1], *shape, device=self.edges.device)
-
-    def distances(self) -> Tensor:
-        return torch.rand(self.edges.shape[1], device=self.edges.device)
-
-    def relations(self) -> Tensor:
-        draw = torch.Generator(self.edges.device).manual_seed(1)
-        count = self.edges.shape[1]
-        return torch.randint(0, RELATIONS, (count,), device=self.edges.device, generator=draw)
-
-    def degrees(self) -> Tensor:
-        """How many nodes have each number of incoming edges."""
-        return self.edges[1].bincount(minlength=self.nodes).bincount().cpu()
-
-    def matrix_columns(self) -> int:
-        """Channels of a layer with a matrix for each edge: a power of two."""
-        most = max(1, MOST_OF_MATRICES // max(1, self.edges.shape[1]))
-        return min(self.columns, 1 << (most.bit_length() - 1) // 2)
-
-
-def _perceptron(*widths: int) -> nn.Sequential:
-    made: list[nn.Module] = []
-    for a, b in itertools.pairwise(widths):
-        made += [nn.Linear(a, b), nn.ReLU()]
-    return nn.Sequential(*made[:-1])
-
-
 def _pna(given: LayerData) -> Any:
     return given.pyg.PNAConv(
         given.columns,
@@ -165,7 +127,7 @@ LAYERS: dict[str, Callable[[LayerData], Any]] = {
     "GCNConv-uncached": lambda g: g.pyg.GCNConv(g.columns, g.columns),
     "SAGEConv": lambda g: g.pyg.SAGEConv(g.columns, g.columns),
     "SAGEConv-max": lambda g: g.pyg.SAGEConv(g.columns, g.columns, aggr="max"),
-    "GINConv": lambda g: g.pyg.GINConv(_perceptron(g.columns, g.columns, g.columns)),
+    "GINConv": lambda g: g.pyg.GINConv(perceptron(g.columns, g.columns, g.columns)),
     "GINEConv": lambda g: (g.pyg.GINEConv(nn.Linear(g.columns, g.columns)), g.at_edges(g.columns)),
     "GATConv": lambda g: g.pyg.GATConv(
         g.columns, g.columns // HEADS, heads=HEADS, add_self_loops=False
@@ -176,7 +138,7 @@ LAYERS: dict[str, Callable[[LayerData], Any]] = {
     "TransformerConv": lambda g: g.pyg.TransformerConv(g.columns, g.columns // HEADS, heads=HEADS),
     "FiLMConv": lambda g: g.pyg.FiLMConv(g.columns, g.columns),
     "CFConv": _continuous_filters,
-    "EdgeConv": lambda g: g.pyg.EdgeConv(_perceptron(2 * g.columns, g.columns)),
+    "EdgeConv": lambda g: g.pyg.EdgeConv(perceptron(2 * g.columns, g.columns)),
     "NNConv": _matrices,
     "PNAConv": _pna,
     "RGCNConv": lambda g: (g.pyg.RGCNConv(g.columns, g.columns, RELATIONS), g.relations()),
@@ -194,6 +156,7 @@ LAYERS: dict[str, Callable[[LayerData], Any]] = {
     "LGConv": lambda g: g.pyg.LGConv(),
 }
 PROGRAMS = (*LAYERS, "convolution")
+FURTHER_PROGRAMS = tuple(FURTHER)
 
 
 def on_graph(name: str, given: ProgramData) -> PlainProgram:
@@ -205,7 +168,7 @@ def on_graph(name: str, given: ProgramData) -> PlainProgram:
     torch.manual_seed(0)
     layer = LayerData(module("torch_geometric.nn"), given.columns, edges, nodes)
     columns = layer.matrix_columns() if name == "NNConv" else given.columns
-    made = LAYERS[name](layer)
+    made = {**LAYERS, **FURTHER}[name](layer)
     model, *more = made if isinstance(made, tuple) else (made,)
     x = torch.randn(nodes, columns, device=given.device)
     case = f"{where}, {nodes:,} nodes, {count:,} edges, {columns} channels"
