@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from insum.lang.expand import expand
@@ -46,13 +46,15 @@ class Adjoint:
     output as ``upstream``.
 
     For ``max=`` and ``min=`` they also read the result as ``result``, and ``upstream`` is the
-    gradient divided by how many points share it.
+    gradient divided by how many points share it. ``joined``: fewer statements that add up to the
+    same, for those who run each as one kernel.
     """
 
     statements: tuple[str, ...]
     upstream: str
     result: str
     gradient: str
+    joined: tuple[str, ...] = ()
 
 
 @functools.lru_cache(maxsize=4096)
@@ -66,6 +68,8 @@ def adjoint(text: str, tensor: str, complex_names: frozenset[str] = frozenset())
     ('dA[i,j] += dy[i] * x[i] * exp(A[i,j])',)
     >>> adjoint("y[i] = sin(x[i]) * exp(x[i])", "x").statements
     ('dx[i] += dy[i] * exp(x[i]) * whole(cos(x[i]) + sin(x[i]))',)
+    >>> adjoint("y[d[e]] = v[e] * x[s[e]] + v[e] * z[s[e]]", "v").joined
+    ('dv[e] += dy[d[e]] * whole(x[s[e]] + z[s[e]])',)
     """
     statement = parse(text)
     names = _Names.of(statement, tensor)
@@ -82,19 +86,22 @@ def adjoint(text: str, tensor: str, complex_names: frozenset[str] = frozenset())
         for occurrence, value in walker.walk(term.value, start):
             target = Access(names.gradient, occurrence.indices)
             found.append(Statement(target, "+=", _without_ones(target, value)))
-    texts = tuple(map(str, _together(found)))
-    return Adjoint(texts, names.upstream, names.result, names.gradient)
+    apart, joined = (
+        tuple(map(str, _together(found, meets)))
+        for meets in (_has_function, lambda value: _has_function(value) or _has_index(value))
+    )
+    return Adjoint(apart, names.upstream, names.result, names.gradient, joined)
 
 
-def _together(found: list[Statement]) -> list[Statement]:
-    """What functions of the same points send to the same places is one statement: a tensor that
-    stands in an expression several times is read, and its gradient written, once. Products without
-    functions stay apart, for each may be left to a library.
+def _together(found: list[Statement], meets: Callable[[Expr], bool]) -> list[Statement]:
+    """What values of the same points that one ``meets`` send to the same places is one statement: a
+    tensor that stands in an expression several times is read, and its gradient written, once.
+    Products without functions and indices stay apart always, for each may be left to a library.
     """
     groups: dict[object, list[Statement]] = {}
     for number, one in enumerate(found):
         alike = one.target, _reach(one.value)
-        groups.setdefault(alike if _has_function(one.value) else number, []).append(one)
+        groups.setdefault(alike if meets(one.value) else number, []).append(one)
     return [
         Statement(same[0].target, "+=", _value_of_all([one.value for one in same]))
         for same in groups.values()
@@ -122,6 +129,11 @@ def _has_function(node: Expr) -> bool:
         case Product(parts) | Sum(parts):
             return any(map(_has_function, parts))
     return False
+
+
+def _has_index(node: Expr) -> bool:
+    """Whether something is read through an index tensor."""
+    return any(accesses(index) for access in accesses(node) for index in access.indices)
 
 
 @functools.lru_cache(maxsize=4096)

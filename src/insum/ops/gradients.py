@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -48,6 +48,7 @@ class Derived:
             what keeps such a gradient as its own makes a copy.
         views: the tensor that its value is a view of, so that nothing is to be run, or ''.
         order: of that tensor's dimensions in the value.
+        alike: the statement but for the name of its result.
     """
 
     kinds: Kinds
@@ -57,6 +58,7 @@ class Derived:
     repeats: tuple[int, ...]
     views: str
     order: tuple[int, ...]
+    alike: str
 
     def __call__(
         self,
@@ -108,12 +110,13 @@ class Derived:
 @dataclass(frozen=True, slots=True)
 class GradientRule:
     """How the gradient of one tensor is computed: a sum of statements, over the gradient that
-    arrives and the result under these names.
+    arrives and the result under these names; ``joined``: of fewer, where each is one kernel.
     """
 
     statements: tuple[Derived, ...]
     upstream: str
     result: str
+    joined: tuple[Derived, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,13 +155,18 @@ def gradients(
     found: dict[str, Tensor] = {}
     common: dict[str, Tensor] | None = None
     once = _computed_once(call, values, wanted, upstream) if on_host else None
+    alike: dict[object, Tensor] = {}
     for name in wanted:
         source = values[name]
         assert isinstance(source, Tensor)
         key = name, upstream.dtype, call.dtypes.get(name)
         rule = call.rules.get(key) or _rule(call, values, *key)
         known = {**values, rule.upstream: upstream, rule.result: result}
-        statements = rule.statements
+        statements = rule.statements if on_host else rule.joined
+        same = len(statements) == 1 and (statements[0].alike, *key[1:], source.dtype, source.shape)
+        if same in alike:
+            found[name] = alike[same].clone()
+            continue
         if once is not None:
             if common is None:
                 common = once.computed(known, call.extents, run, calls)
@@ -176,6 +184,8 @@ def gradients(
                     total = total.clone()
                     break
         found[name] = total
+        if same and not on_host:
+            alike[same] = total
     return to_initial, found
 
 
@@ -313,14 +323,14 @@ def _rule(
     derived = adjoint(call.form.statement, name, frozenset(complexes))
     known = {**dtypes, derived.upstream: upstream, derived.result: upstream}
     source = values[name]
-    made = GradientRule(
-        tuple(
-            _derived(call.form, text, source.dim(), own or source.dtype, known)
-            for text in derived.statements
-        ),
-        derived.upstream,
-        derived.result,
+    made_of = {
+        text: _derived(call.form, text, source.dim(), own or source.dtype, known)
+        for text in (*derived.statements, *derived.joined)
+    }
+    apart, joined = (
+        tuple(made_of[text] for text in texts) for texts in (derived.statements, derived.joined)
     )
+    made = GradientRule(apart, derived.upstream, derived.result, joined)
     call.rules[name, upstream, own] = made
     return made
 
@@ -353,7 +363,9 @@ def _derived(
     # another; a tensor itself, or one that repeats, is not.
     apart = repeats or repetition.order == tuple(kept)
     views = repetition.copies if apart and dtypes.get(repetition.copies) is dtype else ""
-    return Derived(kinds_of(form), reads, tuple(used), real, repeats, views, repetition.order)
+    alike = str(replace(statement, target=replace(statement.target, tensor="d")))
+    kinds = kinds_of(form)
+    return Derived(kinds, reads, tuple(used), real, repeats, views, repetition.order, alike)
 
 
 def _shared(

@@ -33,6 +33,7 @@ from insum.plan.tiling import (
     extent,
     in_rows,
     step_bytes,
+    sums_columns,
 )
 
 #: Below so many entries a launch costs more than what its programs could gain by registers of their
@@ -136,7 +137,8 @@ def first_choice(
         return (guess,)
     split = split_length(longest, entries, alone=guess.n == 1)
     narrow = are_narrow(plan, extents, guess.n)
-    if MANY_LAUNCHES <= entries < TINY_ENTRIES and not (narrow or plan.roles.loops):
+    whole = narrow or bool(plan.roles.loops) or sums_columns(plan)
+    if MANY_LAUNCHES <= entries < TINY_ENTRIES and not whole:
         guess = for_few_rows(guess)
     elif split and entries < FEW_ENTRIES and not narrow:
         guess = for_cut_rows(guess)

@@ -11,7 +11,7 @@ from insum.lang.expr import accesses
 from insum.plan.config import Config
 from insum.plan.plan import Plan
 from insum.plan.sizes import WIDE_LOAD, power_of_two
-from insum.plan.tiling import BYTES, SHORT, extent
+from insum.plan.tiling import BYTES, SHORT, extent, most, sums_columns
 
 #: Entries at which a long row is cut into pieces (where one thread has a row, and where many have),
 #: and the length up to which rows are left whole.
@@ -50,8 +50,9 @@ def for_rows(plan: Plan, extents: Mapping[str, int], *, long: bool) -> Config:
     """Tiles of several short rows, or of one long piece with many gathers in flight."""
     columns = extent(plan.roles.n, extents) if plan.roles.n else 1
     wide = row_bytes(plan) == 4
-    n = _row_tile(columns, wide=wide)
-    narrow = n > 1 and _reads_narrow_rows(plan)
+    summed = sums_columns(plan)
+    n = most(plan.roles.n, extents) if summed else _row_tile(columns, wide=wide)
+    narrow = n > 1 and not summed and _reads_narrow_rows(plan)
     if narrow:  # each load fetches little: of rows less at once, and of more of them
         n = min(n, 64)
     if long:

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from insum.errors import SettingsError
-from insum.lang.expr import variables
 from insum.plan import tiling
 from insum.plan.config import Choice, Config
 from insum.plan.plan import Plan
@@ -74,17 +73,13 @@ def _too_small(plan: Plan, extents: Mapping[str, int], config: Config) -> str:
     register tile.
     """
     roles = plan.roles
-    if plan.pattern:
-        whole = roles.n[0] not in variables(plan.target) and config.n < tiling.extent(
-            roles.n, extents
-        )
+    if plan.pattern or tiling.in_rows(plan):
+        fits = not tiling.sums_columns(plan) or config.n >= tiling.extent(roles.n, extents)
         return (
-            f"one tile holds all of the N axis ({roles.n[0]}), which is summed at the end"
-            if whole
-            else ""
+            ""
+            if fits
+            else f"one tile holds all of the N axis ({roles.n[0]}), which is summed at the end"
         )
-    if tiling.in_rows(plan):
-        return ""
     least = dict(zip("mn", tiling.held(plan, extents, 1, 1), strict=True))
     for axis, tile in least.items():
         if getattr(config, axis) < tile:

@@ -118,7 +118,8 @@ def ordered(term: Term, wish: str | Path = "auto") -> Ordered:
 def is_worth_an_order(target: Access, first: Expr, second: Expr) -> bool:
     """Whether a product of two factors may be worth two statements, whatever the sizes: something
     is summed, and one factor has nothing of what an index of the other, or of the left side, is
-    read by; or both are read by one summed variable, through indices alone.
+    read by; or one is read by summed variables through indices alone, so that the other may be
+    added up through these first.
 
     >>> from insum.lang.parser import parse
     >>> def looked(text):
@@ -127,6 +128,8 @@ def is_worth_an_order(target: Access, first: Expr, second: Expr) -> bool:
     >>> looked("Y[d[e],h] = X[s[e],f] * W[f,h]"), looked("Y[d[e],h] = M[e,f] * W[f,h]")
     (True, True)
     >>> looked("D[f,h] = X[s[e],f] * G[d[e],h]"), looked("Y[d[e],f] = v[e] * X[s[e],f]")
+    (True, False)
+    >>> looked("D[f,h] = M[e,f] * G[d[e],h]"), looked("D[e] = X[s[e],f] * G[d[e],f]")
     (True, False)
     """
     kept, scattered = {*variables(target)}, _inner(target)
@@ -138,7 +141,10 @@ def is_worth_an_order(target: Access, first: Expr, second: Expr) -> bool:
             or (scattered & own and not scattered & (other | inner))
             for (own, read), (other, inner) in (both, both[::-1])
         )
-    return bool(read_a) and read_a == read_b and not read_a & (a | b | kept)
+    return any(
+        bool(read) and not read & (own | kept) and read <= other | inner
+        for (own, read), (other, inner) in (both, both[::-1])
+    )
 
 
 def _inner(value: Expr) -> set[str]:

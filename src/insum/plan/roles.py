@@ -21,6 +21,8 @@ SMALLEST_DOT = 8
 THINNEST_SIDE, FULL_SIDE = 1, 16
 #: Side of a wide tile, and an axis of few of them.
 WIDE_TILE, SHORT_AXIS = 128, 1024
+#: Numbers of a row that one tile of a segmented sum can hold whole.
+LONGEST_ROW = 256
 #: Numbers that lie together and are worth reading together.
 SHORTEST_RUN = 16
 #: So many sums over fewer numbers than these share programs.
@@ -104,7 +106,7 @@ def _triples(roles: Roles, smallest: int) -> list[tuple[float, str, str, str]]:
     for k in roles.summed:
         with_k = [d for d in depends if k in d]
         # summed, so one tile has to hold all of it
-        whole = [v for v in roles.summed if roles.extents[v] <= FLATTEN_UP_TO]
+        whole = [v for v in roles.summed if roles.extents[v] <= WIDE_TILE]
         candidates = [
             v
             for v in (*roles.kept, *roles.held, *whole)
@@ -279,7 +281,7 @@ def _as_sum(roles: Roles) -> Contraction:
         or _held_axis(roles)
         or (max(rest, key=lambda v: (_turns(roles, n, v), roles.extents[v])) if rest else "")
     )
-    if n in roles.summed and m not in roles.held:
+    if n in roles.summed and m not in (roles.row, *roles.held):
         m = ""
     others = [v for v in roles.summed if v != n]
     k = roles.segment or _summed_axis(roles, n, others)
@@ -370,15 +372,18 @@ def _summed_instead(roles: Roles) -> str:
     does.
 
     Then the tile reads memory in order, and the axis is summed after the loop. Kept variables go to
-    the grid.
+    the grid, but for the rows of a segmented output, whose tiles are as deep as their entries.
     """
-    if roles.row or any(contiguity(roles.factors, v) for v in roles.kept):
+    if any(contiguity(roles.factors, v) for v in roles.kept):
         return ""
     short = [
         v
         for v in roles.summed
-        if SMALLEST_DOT <= roles.extents[v] <= FLATTEN_UP_TO and contiguity(roles.factors, v)
+        if SMALLEST_DOT <= roles.extents[v] <= (LONGEST_ROW if roles.row else FLATTEN_UP_TO)
+        and contiguity(roles.factors, v)
     ]
+    if roles.row:
+        return max(short, key=lambda v: contiguity(roles.factors, v), default="")
     long = [v for v in roles.summed if v not in short]
     work = math.prod(roles.extents[v] for v in roles.kept)
     if work >= MANY_SUMS and math.prod(roles.extents[v] for v in roles.summed) < LONG_SUM:

@@ -76,6 +76,11 @@ def in_rows(plan: Plan) -> bool:
     return plan.pattern is None and plan.segment is not None and plan.segment.tiled
 
 
+def sums_columns(plan: Plan) -> bool:
+    """Whether the N axis is summed at the end, so that a tile holds all of it."""
+    return bool(plan.roles.n) and not set(variables(plan.target)) & set(plan.roles.n)
+
+
 def least_n(plan: Plan) -> int:
     """The least N of a tile: of half precision, where entries are walked through, 8, for what is
     read beside it counts, and not how matrix instructions are filled.

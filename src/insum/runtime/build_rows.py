@@ -171,9 +171,9 @@ def _unseen_sums(product: ProductBuild, plan: Plan, recipe: Recipe) -> Launch:
 
 def _sum_of_pieces(product: ProductBuild, plan: Plan, warps: int) -> Written:
     """Adds up the pieces of each cut row: the same kind of kernel, over the workspace."""
-    segment, n = plan.segment, plan.roles.n
+    segment, others = plan.segment, beside_rows(plan)
     assert segment is not None
-    others = beside_rows(plan)
+    n = tuple(v for v in plan.roles.n if v in others)  # what was summed at its end is gone
     read = Access(WORK, (index_of(segment.var), *(index_of(v) for v in others)))
     grid = tuple(v for v in others if v not in n)
     strides = dict(plan.strides) | {WORK: product.work_strides(others)}
