@@ -64,6 +64,8 @@ ATTENTION = ("GATConv", "GATv2Conv", "TransformerConv")
 WARM, ROW, ROUNDS = 15, 10, 9
 #: A gradient with this share of the largest one's norm is taken for zero.
 NOTHING = 1e-3
+#: Where layers of PyG keep what they made of edges.
+CACHED = ("_cached_edge_index", "_cached_adj_t")
 REPLAYED = ("forward_replayed_ms", "both_replayed_ms")
 
 
@@ -112,9 +114,11 @@ def reference(program: PlainProgram, upstream: Tensor) -> tuple[Tensor, ...]:
     """Values and gradients of the eager model in float64; in float32 where that does not fit."""
     for dtype in (torch.float64, torch.float32):
         model = copy.deepcopy(program.model).to(dtype)
-        for name in ("_cached_edge_index", "_cached_adj_t"):
-            if hasattr(model, name):
-                setattr(model, name, None)
+        for part, name in itertools.product(
+            model.modules(), ("_cached_edge_index", "_cached_adj_t")
+        ):
+            if hasattr(part, name):
+                setattr(part, name, None)
         wide = tuple(
             a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() else a
             for a in program.arguments
@@ -237,8 +241,8 @@ def promise(program: PlainProgram) -> None:
     """Say that the edges stay: a CUDA graph may be replayed on others, which nobody would see, so
     that kernels in it rest on nothing that was not promised.
     """
-    cached = getattr(program.model, "_cached_edge_index", None) or ()
-    for value in (*program.arguments, *cached):
+    kept = [getattr(m, "_cached_edge_index", None) or () for m in program.model.modules()]
+    for value in (*program.arguments, *itertools.chain(*kept)):
         if isinstance(value, Tensor) and not value.is_floating_point():
             insum.unchanging(value)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from insum.lang.expr import accesses, variables
+from insum.lang.expr import Affine, accesses, variables
 from insum.plan.config import Config
 from insum.plan.guess_rows import row_bytes
 from insum.plan.plan import Plan
@@ -31,6 +31,8 @@ LONGEST_SUM = 4096
 #: Side of a tile that is read along one axis and written along the other: a line of memory each
 #: way.
 TURNED = 64
+#: Steps of a window that are read at once, and bytes of all that a tile reads so.
+LONGEST_WINDOW, WINDOW_BYTES = 32, 2**15
 #: Numbers of a row that one thread reads by itself.
 SHORT_ROW = 4
 
@@ -68,7 +70,8 @@ def for_sum(plan: Plan, extents: Mapping[str, int]) -> Config:
         (_side_by_side, columns),
         (_a_list_each, columns),
         (_few_long_sums, columns),
-        (_number_by_number, columns),
+        (_number_by_number, narrow),
+        (_windows, columns),
     )
     found = (rule(one) for rule, one in rules if one is not None)
     return next((config for config in found if config is not None), _any_other(columns))
@@ -168,11 +171,21 @@ def _few_long_sums(tile: SummedTile) -> Config | None:
 
 
 def _number_by_number(tile: SummedTile) -> Config | None:
-    """A load for each number: few of them for each thread."""
+    """A load for each number, and an index for each column: rows enough to share it."""
     roles = tile.plan.roles
     if not roles.m or roles.k or not _reads_apart(tile.plan):
         return None
-    return Config(m=min(tile.m, 2), n=tile.n, warps=2, stages=1)
+    n = min(tile.n, SINGLE_VALUES)
+    return Config(m=min(tile.m, max(4, 4 * SINGLE_VALUES // n)), n=n, warps=4, stages=1)
+
+
+def _windows(tile: SummedTile) -> Config | None:
+    """Sums of what lies before each other: all of a sum at once, of as many as registers hold."""
+    plan, n, k = tile.plan, tile.n, tile.k
+    if not 1 < k <= LONGEST_WINDOW or n < 32 or not _moves_along(plan):
+        return None
+    m = max(1, min(tile.m, WINDOW_BYTES // (n * k * row_bytes(plan))))
+    return Config(m=m, n=n, k=k, warps=4, stages=1)
 
 
 def _any_other(tile: SummedTile) -> Config:
@@ -237,6 +250,17 @@ def _reads_apart(plan: Plan) -> bool:
     reads = [a for f in plan.factors for a in accesses(f)]
     ends = [a.indices[-1] for a in reads if a.indices and a.tensor not in plan.index_tensors]
     return any(any(True for _ in accesses(i)) and {*plan.roles.n} & {*variables(i)} for i in ends)
+
+
+def _moves_along(plan: Plan) -> bool:
+    """Whether rows are read where an output and a step of its sum add up to."""
+    kept, summed = {*plan.roles.m}, {*plan.roles.k}
+    places = (i for f in plan.factors for a in accesses(f) for i in a.indices[:-1])
+    return any(kept & {*variables(i)} and summed & {*variables(i)} and _is_plain(i) for i in places)
+
+
+def _is_plain(index: Affine) -> bool:
+    return not any(True for _ in accesses(index))
 
 
 def _is_turned(plan: Plan) -> bool:

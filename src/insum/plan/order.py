@@ -134,8 +134,7 @@ def is_worth_an_order(target: Access, first: Expr, second: Expr) -> bool:
     """
     kept, scattered = {*variables(target)}, _inner(target)
     both = [({*_direct(one)}, _inner(one)) for one in (first, second)]
-    (a, read_a), (b, read_b) = both
-    if (a & b) - kept:
+    if (both[0][0] & both[1][0]) - kept:
         return any(
             (read and not read & (other | inner))
             or (scattered & own and not scattered & (other | inner))

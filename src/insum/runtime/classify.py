@@ -49,12 +49,17 @@ _INDICES = (
 
 
 def running(problem: Problem) -> frozenset[str]:
-    """Variables that index tensors are read at: their extents change from call to call."""
+    """Variables that index tensors are read at: their extents change from call to call; but not
+    the columns of a result, which are chosen anew for each of its rows.
+    """
+    written = problem.statement.target.indices
+    columns = written[-1].var if len(written) > 1 else None
     return frozenset(
         v
         for _, _, index in problem.index_uses()
         for inner in accesses(index)
         for v in variables(inner)
+        if v != columns
     )
 
 
