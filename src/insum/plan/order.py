@@ -28,6 +28,7 @@ from insum.plan.steps import (
     StepBuilder,
     StepState,
     Term,
+    picks_numbers,
     reading_indices,
 )
 
@@ -119,7 +120,8 @@ def is_worth_an_order(target: Access, first: Expr, second: Expr) -> bool:
     """Whether a product of two factors may be worth two statements, whatever the sizes: something
     is summed, and one factor has nothing of what an index of the other, or of the left side, is
     read by; or one is read by summed variables through indices alone, so that the other may be
-    added up through these first.
+    added up through these first; or a product is plain but for numbers that are gathered, or
+    spread, one by one.
 
     >>> from insum.lang.parser import parse
     >>> def looked(text):
@@ -132,6 +134,8 @@ def is_worth_an_order(target: Access, first: Expr, second: Expr) -> bool:
     >>> looked("D[f,h] = M[e,f] * G[d[e],h]"), looked("D[e] = X[s[e],f] * G[d[e],f]")
     (True, False)
     """
+    if _is_plain_but_for_numbers(target, first, second):
+        return True
     kept, scattered = {*variables(target)}, _inner(target)
     both = [({*_direct(one)}, _inner(one)) for one in (first, second)]
     if (both[0][0] & both[1][0]) - kept:
@@ -144,6 +148,27 @@ def is_worth_an_order(target: Access, first: Expr, second: Expr) -> bool:
         bool(read) and not read & (own | kept) and read <= other | inner
         for (own, read), (other, inner) in (both, both[::-1])
     )
+
+
+def _is_plain_but_for_numbers(target: Access, first: Expr, second: Expr) -> bool:
+    """Whether of a matrix product one part has its numbers through an index.
+
+    >>> from insum.lang.parser import parse
+    >>> def looked(text):
+    ...     statement = parse(text)
+    ...     return _is_plain_but_for_numbers(statement.target, *statement.value.factors)
+    >>> looked("Y[b,o] = X[b,i] * c[q[i,o]]"), looked("D[q[i,o]] = Y[b,o] * X[b,i]")
+    (True, True)
+    >>> looked("Y[b,p] = X[b,t[p]] * w[p]"), looked("Y[d[e],f] = v[e] * X[s[e],f]")
+    (False, False)
+    """
+    picked = [part for part in (target, first, second) if picks_numbers(part)]
+    if len(picked) != 1 or any(
+        True for p in (target, first, second) if p not in picked for _ in reading_indices(p)
+    ):
+        return False
+    kept, a, b = ({*variables(part)} for part in (target, first, second))
+    return bool((a & b) - kept and a - b and b - a)
 
 
 def _inner(value: Expr) -> set[str]:
@@ -160,7 +185,8 @@ def _direct(value: Expr) -> set[str]:
 
 def _elements(term: Term) -> float:
     """Of everything that is read and written."""
-    names = {a.tensor for f in term.factors for a in accesses(f)}
+    parts = (*term.target.indices, *term.factors)
+    names = {a.tensor for part in parts for a in accesses(part)}
     return math.prod(term.shape) + sum(math.prod(term.shapes.get(n, ())) for n in names)
 
 
@@ -233,12 +259,12 @@ def _next(
     builder: StepBuilder, state: StepState, most: int
 ) -> Iterator[tuple[tuple[int, ...], StepBuffer]]:
     """What can be buffered next: up to ``most`` factors, but not all of them; where there are but
-    two, both, which are then read through an index, or one, which is scattered first.
+    two, both, which are then read or written through an index, or one, which is gathered or
+    scattered first.
     """
     free = [p for p, f in enumerate(state.factors) if variables(f.value)]
-    counts = range(2, min(most, len(state.factors) - 1) + 1)
-    if len(state.factors) == 2:
-        counts = range(1 if builder.term.adds_first else 2, 3)
+    two = len(state.factors) == 2
+    counts = range(1, 3) if two else range(2, min(most, len(state.factors) - 1) + 1)
     for count in counts:
         for positions in itertools.combinations(free, count):
             found = builder.buffer(state, positions)

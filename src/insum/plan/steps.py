@@ -29,6 +29,9 @@ from insum.lang.expr import (
 MOVED, STARTED = 16, 2**22
 #: The latter on a CPU, where a point takes longer.
 STARTED_ON_A_CPU = 2**19
+#: Of two factors, on a GPU: what a point of a plain matrix product takes, which a library runs, and
+#: one of a product for which numbers are gathered, or spread, one by one, each again and again.
+IN_LIBRARY, ONE_BY_ONE = 1 / 8, 4
 #: Up to so many factors of one step that read through indices, every way to read them is looked at.
 MOST_OPENED = 3
 #: A buffer is called after what it is made of, up to so many letters.
@@ -166,8 +169,19 @@ class StepBuilder:
     ) -> Step:
         points = self.size_of({v for f in (target, *factors) for v in variables(f)})
         moved = written + sum(self.read_by(a) for f in factors for a in accesses(f))
-        cost = points + MOVED * moved + self.term.started
+        ours = self.term.on_cpu or len(self.term.factors) > 2  # more are matrix products themselves
+        weight = 1 if ours else self.weight(target, factors, points)
+        cost = weight * points + MOVED * moved + self.term.started
         return Step(target, factors, dims, positions, cost, points)
+
+    def weight(self, target: Access, factors: tuple[Expr, ...], points: float) -> float:
+        """What a point of a step takes."""
+        if is_plain_product(target, factors):
+            return IN_LIBRARY
+        parts = (target, *factors) if all(map(_is_plain, factors)) else factors
+        picked = (p for p in parts if picks_numbers(p))
+        again = any(points > 2 * self.size_of(set(variables(p))) for p in picked)
+        return ONE_BY_ONE if again else 1
 
     def read_by(self, access: Access) -> float:
         """How many elements an access reads, each once."""
@@ -182,7 +196,8 @@ class StepBuilder:
     def buffer(self, state: StepState, positions: tuple[int, ...]) -> StepBuffer | None:
         """The cheapest buffer of these factors that means the same; None where there is none. Of
         all factors, or of one, it has to take something off what is left: an index that is read
-        once a product is there, or what is scattered before it.
+        once a product is there, or what is scattered before it, or a plain product from what
+        gathers and spreads numbers one by one.
         """
         inside = sum(state.factors[p].inside for p in positions)
         if inside & self.fixed or not inside & ~self.exact:
@@ -190,11 +205,19 @@ class StepBuilder:
         ways = (self.filled(state, positions, which) for which in _ways(state, positions))
         allowed = [made for made in ways if self.is_allowed(made)]
         if len(positions) == len(state.factors):
-            allowed = [made for made in allowed if _can_open(made.read)]
+            allowed = [made for made in allowed if _can_open(made.read) or _leaves_plain(made)]
         elif len(positions) == 1:
             rest = tuple(f for p, f in enumerate(state.factors) if p not in positions)
+            copies = picks_numbers(state.factors[positions[0]].value)
+            as_before = state.target, rest
             allowed = [
-                m for m in allowed if (m.after.target, m.after.factors[:-1]) != (state.target, rest)
+                m
+                for m in allowed
+                if (
+                    copies and not _can_open(m.read)
+                    if (m.after.target, m.after.factors[:-1]) == as_before
+                    else self.term.adds_first
+                )
             ]
         return min(allowed, key=lambda made: made.step.cost, default=None)
 
@@ -220,7 +243,9 @@ class StepBuilder:
         rest = tuple(f for p, f in enumerate(state.factors) if p not in positions)
         # what is walked is read through its index later, whose variables are then needed
         needed = {v for index in walked.values() for v in variables(index)}
-        left, scattered = self.scattered(StepState(state.target, rest), set(order), needed)
+        left, scattered = StepState(state.target, rest), dict[str, Affine]()
+        if rest:  # else it would be the target itself
+            left, scattered = self.scattered(left, set(order), needed)
         later = left.variables() | needed
         kept = {v: index_of(v) for v in order if v in later and v not in walked}
         dims = (*walked, *scattered, *kept)
@@ -351,6 +376,30 @@ def _ways(state: StepState, positions: tuple[int, ...]) -> Iterator[frozenset[in
     could = [p for p in positions if _can_open(state.factors[p].value)]
     for count in range(len(could) + 1 if len(could) <= MOST_OPENED else 1):
         yield from map(frozenset, itertools.combinations(could, count))
+
+
+def is_plain_product(target: Access, factors: tuple[Expr, ...]) -> bool:
+    """Whether a step is a product of two matrices, by variables alone."""
+    if len(factors) != 2 or not all(map(_is_plain, (target, *factors))):
+        return False
+    kept, a, b = ({*variables(part)} for part in (target, *factors))
+    return bool((a & b) - kept and a - b and b - a)
+
+
+def _is_plain(factor: Expr) -> bool:
+    return isinstance(factor, Access) and all(index.var is not None for index in factor.indices)
+
+
+def picks_numbers(part: Expr) -> bool:
+    """Whether the innermost dimension of a tensor is read, or written, through an index."""
+    return isinstance(part, Access) and bool(part.indices) and _reads(part.indices[-1])
+
+
+def _leaves_plain(made: StepBuffer) -> bool:
+    """Whether a plain product is made, of which the numbers are spread later."""
+    return picks_numbers(made.after.target) and is_plain_product(
+        made.step.target, made.step.factors
+    )
 
 
 def _can_open(factor: Expr) -> bool:
