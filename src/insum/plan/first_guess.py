@@ -31,6 +31,7 @@ from insum.plan.tiling import (
     LONG,
     SHORT,
     extent,
+    held,
     in_rows,
     step_bytes,
     sums_columns,
@@ -54,7 +55,9 @@ def first_guess(plan: Plan, extents: Mapping[str, int], *, along_sum: bool = Fal
     if plan.pattern:
         return _for_pattern(plan, plan.pattern, extents)
     if plan.roles.dot:
-        return for_product(plan, extents, along_sum=along_sum)
+        guess = for_product(plan, extents, along_sum=along_sum)
+        m, n = held(plan, extents, 1, 1)  # whatever a rule has made smaller
+        return replace(guess, m=max(guess.m, m), n=max(guess.n, n))
     if plan.segment:
         return for_rows(plan, extents, long=False)
     return for_sum(plan, extents)
@@ -155,7 +158,7 @@ def in_one_launch(choice: Choice, entries: float) -> bool:
     return entries < ONE_LAUNCH and short.warps == long.warps
 
 
-def suited(plan: Plan, choice: Choice, architecture: str) -> Choice:
+def suited(plan: Plan, extents: Mapping[str, int], choice: Choice, architecture: str) -> Choice:
     """The first guess is made for Hopper; on NVIDIA's other architectures its largest tiles would
     spill, and half of them does not. An N of 8 is a matter of NVIDIA's older instructions. AMD's
     have less shared memory.
@@ -167,7 +170,8 @@ def suited(plan: Plan, choice: Choice, architecture: str) -> Choice:
     if architecture.startswith("gfx"):
         return tuple(_within(plan, one) for one in choice)
     most = 128 * 64 if plan.precision == "tf32x3" and architecture.startswith("sm_8") else 128 * 128
-    return tuple(_halved(one) if _spills(plan, one, most) else one for one in choice)
+    least = held(plan, extents, 1, 1)
+    return tuple(_halved(one, *least) if _spills(plan, one, most) else one for one in choice)
 
 
 def _within(plan: Plan, config: Config) -> Config:
@@ -188,8 +192,8 @@ def _spills(plan: Plan, config: Config, most: int) -> bool:
     return crowded and config.m * config.n >= 2 * most
 
 
-def _halved(config: Config) -> Config:
-    """Half a tile, cut across its wide side."""
-    if config.n > config.m:
-        return replace(config, n=config.n // 2)
-    return replace(config, m=config.m // 2)
+def _halved(config: Config, least_m: int, least_n: int) -> Config:
+    """Half a tile, cut across its wide side, or across the other where one tile holds all of it."""
+    low, narrow = replace(config, m=config.m // 2), replace(config, n=config.n // 2)
+    found = (narrow, low) if config.n > config.m else (low, narrow)
+    return next((one for one in found if one.m >= least_m and one.n >= least_n), config)

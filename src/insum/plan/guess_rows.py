@@ -10,6 +10,7 @@ from dataclasses import replace
 from insum.lang.expr import accesses
 from insum.plan.config import Config
 from insum.plan.plan import Plan
+from insum.plan.roles import contiguity
 from insum.plan.sizes import WIDE_LOAD, power_of_two
 from insum.plan.tiling import BYTES, SHORT, extent, most, sums_columns
 
@@ -29,6 +30,8 @@ TINY_ENTRIES = 2**15
 #: Columns up to which rows are narrow, entries from which on they are not short, and bytes that one
 #: warp reads of such rows at once.
 NARROW_ROW, SHORT_ROW, NARROW_BYTES = 32, 6, 4096
+#: Rows of a tile whose columns do not lie in memory, and the most entries that they may have.
+ACROSS, SHORT_LINE = 128, 2**13
 #: Columns in tiles of which the last may be half empty.
 MANY_COLUMNS = 512
 
@@ -51,6 +54,9 @@ def for_rows(plan: Plan, extents: Mapping[str, int], *, long: bool) -> Config:
     columns = extent(plan.roles.n, extents) if plan.roles.n else 1
     wide = row_bytes(plan) == 4
     summed = sums_columns(plan)
+    if not summed and _lie_across(plan, extents):
+        # rows of memory are those of the other axis: a few of them, which stay in the cache
+        return Config(m=ACROSS, n=2, k=1, warps=4, stages=1)
     n = most(plan.roles.n, extents) if summed else _row_tile(columns, wide=wide)
     narrow = n > 1 and not summed and _reads_narrow_rows(plan)
     if narrow:  # each load fetches little: of rows less at once, and of more of them
@@ -122,6 +128,17 @@ def _reads_narrow_rows(plan: Plan) -> bool:
         for name, units in rows
         for unit in units[:-1]
     )
+
+
+def _lie_across(plan: Plan, extents: Mapping[str, int]) -> bool:
+    """Whether nothing lies along N, as where columns are scattered, and entries are so few that the
+    rows of memory which they are gathered from are short.
+    """
+    assert plan.segment is not None
+    written = plan.target.indices[-1].var if plan.target.indices else None
+    along = written in plan.roles.n or any(contiguity(plan.factors, v) for v in plan.roles.n)
+    few = extents[plan.segment.var] <= SHORT_LINE and extents[plan.segment.row] >= ACROSS
+    return bool(plan.roles.n) and not along and few and len(plan.roles.m) == 1
 
 
 def _row_tile(columns: int, *, wide: bool) -> int:

@@ -69,6 +69,7 @@ def for_sum(plan: Plan, extents: Mapping[str, int]) -> Config:
         (_single_values, narrow),
         (_side_by_side, columns),
         (_a_list_each, columns),
+        (_sums_of_numbers, narrow),
         (_few_long_sums, columns),
         (_number_by_number, narrow),
         (_windows, columns),
@@ -155,6 +156,16 @@ def _a_list_each(tile: SummedTile) -> Config | None:
     m = min(tile.m, max(1, OWN_THREADS * (WIDE_LOAD // row_bytes(plan)) // n))
     steps = max(1, min(extent(plan.roles.k, extents), OWN_STEPS))
     return Config(m=m, n=n, k=1, warps=OWN_THREADS // 32, stages=steps)
+
+
+def _sums_of_numbers(tile: SummedTile) -> Config | None:
+    """Long sums along columns that are gathered number by number: every thread has its own, and a
+    warp a part of one row at a time, which stays in the cache.
+    """
+    plan, n = tile.plan, min(tile.n, 2 * OWN_THREADS)
+    if tile.k < 1024 or n < OWN_THREADS or plan.roles.m or not _reads_apart(plan):
+        return None
+    return Config(m=1, n=n, k=1, warps=n // 32, stages=1)
 
 
 def _few_long_sums(tile: SummedTile) -> Config | None:

@@ -380,6 +380,7 @@ def _summed_instead(roles: Roles) -> str:
         v
         for v in roles.summed
         if SMALLEST_DOT <= roles.extents[v] <= (LONGEST_ROW if roles.row else FLATTEN_UP_TO)
+        and v != roles.segment
         and contiguity(roles.factors, v)
     ]
     if roles.row:

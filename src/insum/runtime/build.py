@@ -105,7 +105,7 @@ def first_choice(planned: Planned, wishes: Wishes) -> Choice:
         entries=planned.entries,
         along_sum=is_along_sum(replace(planned, plan=plan)),
     )
-    return first_guess.suited(planned.plan, choice, wishes.architecture)
+    return first_guess.suited(plan, planned.extents, choice, wishes.architecture)
 
 
 def step_of(planned: Planned, wishes: Wishes, choice: Choice, room: Room | None) -> ProductLaunches:
