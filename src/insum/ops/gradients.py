@@ -163,10 +163,12 @@ def gradients(
         rule = call.rules.get(key) or _rule(call, values, *key)
         known = {**values, rule.upstream: upstream, rule.result: result}
         statements = rule.statements if on_host else rule.joined
-        same = len(statements) == 1 and (statements[0].alike, *key[1:], source.dtype, source.shape)
-        if same in alike:
-            found[name] = alike[same].clone()
-            continue
+        same: object = None  # sizes that are traced cannot be compared
+        if calls is not None and len(statements) == 1:
+            same = statements[0].alike, *key[1:], source.dtype, source.shape
+            if same in alike:
+                found[name] = alike[same].clone()
+                continue
         if once is not None:
             if common is None:
                 common = once.computed(known, call.extents, run, calls)
@@ -184,7 +186,7 @@ def gradients(
                     total = total.clone()
                     break
         found[name] = total
-        if same and not on_host:
+        if same is not None and not on_host:
             alike[same] = total
     return to_initial, found
 
