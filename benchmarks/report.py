@@ -65,6 +65,7 @@ def page(folder: Path = RESULTS) -> str:
         ("fusion.json", fusion_lines),
         ("fusion_fresh.json", fresh_lines),
         ("fusion_batches.json", batch_lines),
+        ("fusion_further.json", further_lines),
     )
     for name, make in (
         ("bench.json", case_lines),
@@ -72,6 +73,7 @@ def page(folder: Path = RESULTS) -> str:
         ("tuning.json", tuning_lines),
         ("overhead.json", overhead_lines),
         ("gallery.json", gallery_lines),
+        ("survey.json", survey_lines),
         ("equivariant.json", equivariant_lines),
         ("fresh.json", new_data_lines),
         ("unet.json", unet_lines),
@@ -109,6 +111,46 @@ def gallery_lines(result: dict[str, Any]) -> list[str]:
         "",
         f"{len(cases)} statements with their times, rivals and kernels: [gallery](gallery.md).",
     ]
+
+
+def survey_lines(result: dict[str, Any]) -> list[str]:
+    """Every statement that nobody tuned for, beside the better of eager and compiled PyTorch."""
+    (section,) = result["sections"]
+    times: dict[tuple[str, str, str], dict[str, float | None]] = {}
+    for row in section["rows"]:
+        key = row["case"], row["dtype"], row["direction"]
+        times.setdefault(key, {})[row["contender"]] = row["milliseconds"]
+    directions = ("forward", "forward+backward")
+    ratios = {
+        d: [_best_beside(one)[2] for key, one in times.items() if key[2] == d] for d in directions
+    }
+    told = "; ".join(
+        f"{d} {_spread([r for r in found if r is not None])}" for d, found in ratios.items()
+    )
+    lines = ["## Survey", "", _measured(section), ""]
+    lines += [
+        "Microseconds, replayed as a CUDA graph, beside the better of eager PyTorch and "
+        f"torch.compile; where neither is right, nothing. Times as fast: {told}.",
+        "",
+    ]
+    columns = [f">{name}{more}" for more in ("", ", gradients") for name in ("insum", "PyTorch")]
+    lines += head("statement", "dtype", *columns[:2], ">times", *columns[2:], ">times")
+    for case, dtype in dict.fromkeys(key[:2] for key in times):
+        cells = []
+        for direction in directions:
+            one = times.get((case, dtype, direction))
+            ours, theirs, ratio = (None, None, None) if one is None else _best_beside(one)
+            cells += [f"{1e3 * t:.1f}" if t else "-" for t in (ours, theirs)]
+            cells.append(f"{ratio:.2f}" if ratio else "-")
+        lines.append(f"| {case} | {dtype} | {' | '.join(cells)} |")
+    return lines
+
+
+def _best_beside(times: dict[str, float | None]) -> tuple[float | None, float | None, float | None]:
+    """Our time, that of the best other, and how many times as fast we are."""
+    ours = times.get("insum")
+    theirs = min((t for name, t in times.items() if name != "insum" and t), default=None)
+    return ours, theirs, theirs / ours if ours and theirs else None
 
 
 def gallery_page(folder: Path = RESULTS) -> str:
@@ -833,6 +875,11 @@ SUMMARIES = {
 def fresh_lines(result: dict[str, Any]) -> list[str]:
     """The same with index tensors that are new at each call."""
     return fusion_lines(result, "Plain PyTorch, compiled, with other edges at each call")
+
+
+def further_lines(result: dict[str, Any]) -> list[str]:
+    """The layers and programs that nobody tuned for."""
+    return fusion_lines(result, "Plain PyTorch, compiled: further programs")
 
 
 def batch_lines(result: dict[str, Any]) -> list[str]:

@@ -388,6 +388,11 @@ TWO_FACTORS = {
         "X_1[dst[e],f] = X[src[e],f]",
         "D[f,h] = X_1[g0,f] * G[g0,h]",
     ],
+    # and in the second
+    "D[f,h] = M[e,f] * G[dst[e],h]": [
+        "M_1[dst[e],f] = M[e,f]",
+        "D[f,h] = M_1[g0,f] * G[g0,h]",
+    ],
 }
 
 
@@ -463,6 +468,56 @@ def test_halves_are_not_added_up_before_their_product_on_a_gpu() -> None:
         request = request_of("D[f,h] = X[src[e],f] * G[dst[e],h]", None, None, ())
         problem = replace(request.bind(given), device=torch.device("cuda"))
         assert len(stages_of(problem, request.form)) == count
+
+
+NUMBERS = {
+    "Y[b,o] = X[b,i] * c[q[i,o]]": ["c_1[i,o] = c[q[i,o]]", "Y[b,o] = X[b,i] * c_1[i,o]"],
+    "D[q[i,o]] = X[b,i] * G[b,o]": ["X_G[i,o] = X[b,i] * G[b,o]", "D[q[i,o]] = X_G[i,o]"],
+    "Y[b,o] = X[b,t[i]] * W[i,o]": ["X_1[b,i] = X[b,t[i]]", "Y[b,o] = X_1[b,i] * W[i,o]"],
+    "Y[b,t[o]] = X[b,i] * W[i,o]": ["X_W[b,o] = X[b,i] * W[i,o]", "Y[b,t[o]] = X_W[b,o]"],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("statement", NUMBERS)
+def test_numbers_are_gathered_or_spread_apart_from_a_product(
+    statement: str, dtype: torch.dtype
+) -> None:
+    """On a GPU, where a library has the product then; where it is worth another call."""
+    for side, want in ((1024, NUMBERS[statement]), (64, [])):
+        shapes = {**dict.fromkeys(("X", "G", "W", "q"), (side, side)), "c": (16,), "t": (side,)}
+        used = {name: shape for name, shape in shapes.items() if f"{name}[" in statement}
+        values = {
+            name: value.to(dtype) if value.is_floating_point() else value
+            for name, value in described(used, "q t").items()
+        }
+        out_shape = {"D": (16,)}.get(statement[0], (side, side))
+        request = request_of(statement, out_shape, None, ())
+        problem = replace(request.bind(values), device=torch.device("cuda"))
+        assert texts(stages_of(problem, request.form)) == want
+
+
+@pytest.mark.parametrize("statement", NUMBERS)
+@pytest.mark.parametrize("optimize", [None, "optimal", [(0, 1), (0,)], [(1,), (0, 1)]], ids=str)
+def test_paths_of_numbers(statement: str, optimize: Any) -> None:
+    draw = torch.Generator().manual_seed(0)
+    given: dict[str, Any] = {
+        name: torch.randn(shape, generator=draw, dtype=torch.float64)
+        for name, shape in {"X": (6, 8), "G": (6, 5), "W": (8, 5), "c": (4,)}.items()
+    }
+    given["q"] = torch.randint(4, (8, 5), generator=draw)
+    given["t"] = torch.randint(5, (5 if "t[o]" in statement else 8,), generator=draw)
+    used = {name: value for name, value in given.items() if f"{name}[" in statement}
+    out_shape = (4,) if statement[0] == "D" else (6, 5)
+    want = insum.insum(statement, out_shape=out_shape, optimize=False, **used)
+    if optimize is not None and not isinstance(optimize, str):
+        request = request_of(statement, out_shape, None, (), None, optimize)
+        try:
+            stages_of(request.bind(used), request.form)
+        except insum.InsumError:
+            return  # no statement of its own
+    asked = {} if optimize is None else {"optimize": optimize}
+    torch.testing.assert_close(insum.insum(statement, out_shape=out_shape, **asked, **used), want)
 
 
 def test_idle_steps_of_a_path() -> None:

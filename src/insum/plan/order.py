@@ -268,7 +268,9 @@ def _next(
     for count in counts:
         for positions in itertools.combinations(free, count):
             found = builder.buffer(state, positions)
-            if found is not None:
+            if found is None:
+                continue
+            if count > 1 or builder.term.adds_first or _is_as_before(state, found.after):
                 yield tuple(state.factors[p].inside for p in positions), found
 
 

@@ -209,15 +209,12 @@ class StepBuilder:
         elif len(positions) == 1:
             rest = tuple(f for p, f in enumerate(state.factors) if p not in positions)
             copies = picks_numbers(state.factors[positions[0]].value)
-            as_before = state.target, rest
             allowed = [
                 m
                 for m in allowed
-                if (
-                    copies and not _can_open(m.read)
-                    if (m.after.target, m.after.factors[:-1]) == as_before
-                    else self.term.adds_first
-                )
+                if (m.after.target, m.after.factors[:-1]) != (state.target, rest)
+                or copies
+                and not _can_open(m.read)
             ]
         return min(allowed, key=lambda made: made.step.cost, default=None)
 

@@ -1,0 +1,103 @@
+"""Gradients as kernels: those of a tensor that stands in several products are one statement, and
+those that are equal for several tensors are computed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import insum
+from insum.lang.derive import adjoint
+from kernels import ONLY_FUSED, error, poison_new_memory, watch_programs
+
+pytestmark = pytest.mark.interpreter
+
+BOTH = "y[i[p],n] = v[p] * x[j[p],n] + v[p] * z[j[p],n]"
+
+
+@pytest.fixture(autouse=True)
+def kernels_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    poison_new_memory(monkeypatch)
+    with insum.settings(**ONLY_FUSED):
+        yield
+
+
+def formula(v: Tensor, x: Tensor, z: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    rows = v[:, None] * (x[j] + z[j])
+    return rows.new_zeros(9, 4).index_add(0, i, rows)
+
+
+def test_equal_gradients_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    i, j = torch.randint(9, (40,)), torch.randint(9, (40,))
+    leaves = [torch.randn(s, requires_grad=True) for s in ((40,), (9, 4), (9, 4))]
+    named = dict(zip("vxz", leaves, strict=True))
+    upstream = torch.randn(9, 4)
+    for _ in range(3):
+        got = torch.autograd.grad(
+            insum.insum(BOTH, **named, i=i, j=j, out_shape=(9, 4)), leaves, upstream
+        )
+    ran = watch_programs(monkeypatch)
+    y = insum.insum(BOTH, **named, i=i, j=j, out_shape=(9, 4))
+    before = len(ran)
+    got = torch.autograd.grad(y, leaves, upstream)
+    assert len(ran) - before == 2  # of v, and of x and z
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    want = torch.autograd.grad(formula(*wide, i, j), wide, upstream.double())
+    assert all(error(a, b) <= 1e-5 for a, b in zip(got, want, strict=True))
+    got[1].zero_()
+    assert error(got[2], want[2]) <= 1e-5  # no memory is shared
+
+
+def test_alike_but_of_other_sizes() -> None:
+    """The same words for tensors of another number of rows, or of another dtype."""
+    i, j = torch.randint(9, (40,)), torch.randint(5, (40,))
+    v, x = torch.randn(40), torch.randn(5, 4, requires_grad=True)
+    for z in (torch.randn(7, 4), torch.randn(5, 4).half()):
+        z.requires_grad_()
+        for _ in range(3):
+            y = insum.insum(BOTH, v=v, x=x, z=z, i=i, j=j, out_shape=(9, 4))
+            dx, dz = torch.autograd.grad(y, (x, z), torch.ones_like(y))
+        assert (dx.shape, dz.shape) == (x.shape, z.shape)
+        assert (dx.dtype, dz.dtype) == (x.dtype, z.dtype)
+        want = torch.zeros(5).double().index_add(0, j, v.double())[:, None].expand(5, 4)
+        assert error(dx, want) <= 1e-5
+        assert error(dz[:5], want) <= (1e-5 if z.dtype == torch.float32 else 2e-3)
+        assert not dz[5:].any()
+
+
+def test_statements_of_one_tensor_are_joined() -> None:
+    """Where they read through indices; plain products stay apart, for a library."""
+    found = adjoint(BOTH, "v")
+    assert len(found.statements) == 2
+    assert found.joined == ("dv[p] += dy[i[p],n] * whole(x[j[p],n] + z[j[p],n])",)
+    plain = adjoint("C[i,j] = A[i,k] * B[k,j] + A[i,k] * D[k,j]", "A")
+    assert plain.joined == plain.statements and len(plain.joined) == 2
+
+
+def test_double_backward() -> None:
+    i, j = torch.randint(9, (20,)), torch.randint(9, (20,))
+    leaves = [torch.randn(s, dtype=torch.float64) for s in ((20,), (9, 4), (9, 4))]
+
+    def summed(*given: Tensor) -> Tensor:
+        named = dict(zip("vxz", given, strict=True))
+        return insum.insum(BOTH, **named, i=i, j=j, out_shape=(9, 4))
+
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    assert torch.autograd.gradgradcheck(summed, leaves)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_columns_of_every_width(rows: int) -> None:
+    """Which tiles are masked follows from how many there are; one kernel after the other."""
+    x = torch.randn(rows, 11)
+    for count in (1, 2, 3, 7, 8, 100, 127, 128, 129, 200, 256, 300, 1000, 128, 7):
+        t, w = torch.randint(11, (count,)), torch.randn(count)
+        got = insum.insum("y[b,p] = x[b,t[p]] * w[p]", x=x, t=t, w=w)
+        assert error(got, (x[:, t] * w).double()) <= 1e-6
+        back = insum.insum("y[b,t[p]] = g[b,p] * w[p]", g=got, t=t, w=w, out_shape=(rows, 11))
+        want = torch.zeros(rows, 11).double().index_add(1, t, (got * w).double())
+        assert error(back, want) <= 1e-5
