@@ -63,7 +63,7 @@ def for_rows(plan: Plan, extents: Mapping[str, int], *, long: bool) -> Config:
         n = min(n, 64)
     if long:
         m = min(max(1, 64 // n), power_of_two(extent(plan.roles.m[1:], extents)))
-        k = max(16, min(64, 2048 // (m * n)))
+        k = max(min(16, 4096 // n), min(64, 2048 // (m * n)))
         if 1 < n <= 32:  # few lines of memory for each warp at a time
             k = max(16, min(128 if n <= 8 else 64, 4096 // (m * n * row_bytes(plan))))
         return Config(m=m, n=n, k=k, warps=1 if m * n <= 128 else 2, stages=1)

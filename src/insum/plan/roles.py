@@ -22,7 +22,7 @@ THINNEST_SIDE, FULL_SIDE = 1, 16
 #: Side of a wide tile, and an axis of few of them.
 WIDE_TILE, SHORT_AXIS = 128, 1024
 #: Numbers of a row that one tile of a segmented sum can hold whole.
-LONGEST_ROW = 256
+LONGEST_ROW = 1024
 #: Numbers that lie together and are worth reading together.
 SHORTEST_RUN = 16
 #: So many sums over fewer numbers than these share programs.
