@@ -105,3 +105,14 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def update_golden(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--update-golden"))
+
+
+@pytest.fixture
+def kernels_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Generated kernels and nothing else, on memory that holds NaN."""
+    import insum  # only where it is asked for: some tests count what importing it takes
+    from kernels import ONLY_FUSED, poison_new_memory
+
+    poison_new_memory(monkeypatch)
+    with insum.settings(**ONLY_FUSED):
+        yield

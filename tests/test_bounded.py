@@ -253,6 +253,18 @@ def called(draw: Draw, function: Callable[[Draw], Tensor]) -> None:
             torch.set_float32_matmul_precision("highest")
 
 
+def test_columns_of_any_width(counter: Counter) -> None:
+    """Though they are classed by what divides them."""
+    draw = Draw(random.Random(0))
+    while counter.calls < CALLS:
+        p = draw.number(20_000)
+        x, w = draw.dense(draw.number(500), 300).requires_grad_(), draw.dense(p)
+        y = insum.insum("y[b,p] = x[b,t[p]] * w[p]", x=x, w=w, t=torch.randint(0, 300, (p,)))
+        torch.autograd.grad(y, x, torch.empty_like(y))
+    found = {statement: len(kernels) for statement, kernels in counter.kernels.items()}
+    assert len(found) == 2 and max(found.values()) <= MOST_KERNELS, found
+
+
 def test_thousands_of_calls(counter: Counter) -> None:
     """Statements and those of their gradients count as calls."""
     torch.manual_seed(0)

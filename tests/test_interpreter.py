@@ -7,7 +7,6 @@ Every new tensor holds NaN before a kernel writes to it, so that a place which i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,19 +20,12 @@ from applications import Application, relative_error
 from insum.plan import first_guess, guess_rows
 from insum.runtime import classify, inspection
 from insum.runtime.program import Program
-from kernels import ONLY_FUSED, STRATEGIES, bound, error, lookup, poison_new_memory, run
+from kernels import ONLY_FUSED, STRATEGIES, bound, error, lookup, run
 
-pytestmark = pytest.mark.interpreter
+pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("kernels_only")]
 
 TOLERANCE = {torch.float16: 2e-3, torch.float32: 2e-6, torch.float64: 1e-14}
 NAN, INF = float("nan"), float("inf")
-
-
-@pytest.fixture(autouse=True)
-def kernels_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    poison_new_memory(monkeypatch)
-    with insum.settings(**ONLY_FUSED):
-        yield
 
 
 # --- applications ---------------------------------------------------------------------------------

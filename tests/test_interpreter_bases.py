@@ -27,23 +27,16 @@ from insum.runtime.ready import Ready
 from insum.testing import Case, draw_cases
 from insum.testing.as_on_a_gpu import pretended
 from insum.testing.compare import assert_close
-from kernels import ONLY_FUSED, STRATEGIES, poison_new_memory
+from kernels import STRATEGIES
 from scatters import draw_scatters
 
-pytestmark = pytest.mark.interpreter
+pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("kernels_only")]
 
 #: As in `test_interpreter_drawn`.
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.int64)
 INDICES = (torch.int64, torch.int32, torch.uint8)
 SEED = 7
 SCATTERED = "y[d[e],f] += w[e] * x[s[e],f]"
-
-
-@pytest.fixture(autouse=True)
-def kernels_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    poison_new_memory(monkeypatch)
-    with insum.settings(**ONLY_FUSED):
-        yield
 
 
 @pytest.fixture

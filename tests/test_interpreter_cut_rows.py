@@ -4,7 +4,7 @@ launch. Memory comes as it was left; what a call leaves there must do no harm to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,9 +17,9 @@ from insum import Config
 from insum.codegen.functions import MARK
 from insum.plan import first_guess
 from insum.runtime import classify, inspection, ready
-from kernels import ONLY_FUSED, bound, error, lookup, poison_new_memory
+from kernels import bound, error, lookup
 
-pytestmark = pytest.mark.interpreter
+pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("kernels_only")]
 
 SUM = "C[I[p],n] += V[p] * B[K[p],n]"
 SHORT = Config(m=4, n=16, k=2, warps=1, stages=1, split=4)
@@ -35,13 +35,6 @@ ROWS = {
     "a tile of pieces": [6] * 9,
 }
 each_rows = pytest.mark.parametrize("lengths", ROWS.values(), ids=list(ROWS))
-
-
-@pytest.fixture(autouse=True)
-def kernels_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    poison_new_memory(monkeypatch)
-    with insum.settings(**ONLY_FUSED):
-        yield
 
 
 @pytest.fixture

@@ -4,8 +4,6 @@ scatters, and in the gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,17 +12,9 @@ import insum
 from insum.lang.bind import bind
 from insum.lang.parser import parse
 from insum.runtime import inspection
-from kernels import ONLY_FUSED, poison_new_memory
 from test_functions import FORMS, FROM, TO, torchs, values, written
 
-pytestmark = pytest.mark.interpreter
-
-
-@pytest.fixture(autouse=True)
-def kernels_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    poison_new_memory(monkeypatch)
-    with insum.settings(**ONLY_FUSED):
-        yield
+pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("kernels_only")]
 
 
 #: Whose gradients are made of functions that others are not.

@@ -4,26 +4,17 @@ those that are equal for several tensors are computed once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
 
 import insum
 from insum.lang.derive import adjoint
-from kernels import ONLY_FUSED, error, poison_new_memory, watch_programs
+from kernels import error, watch_programs
 
-pytestmark = pytest.mark.interpreter
+pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("kernels_only")]
 
 BOTH = "y[i[p],n] = v[p] * x[j[p],n] + v[p] * z[j[p],n]"
-
-
-@pytest.fixture(autouse=True)
-def kernels_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    poison_new_memory(monkeypatch)
-    with insum.settings(**ONLY_FUSED):
-        yield
 
 
 def formula(v: Tensor, x: Tensor, z: Tensor, i: Tensor, j: Tensor) -> Tensor:

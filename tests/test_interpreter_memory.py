@@ -23,16 +23,9 @@ from insum.runtime import inspection
 from insum.runtime.prologue import prologue
 from insum.runtime.ready import Ready
 from insum.testing.as_on_a_gpu import pretended
-from kernels import ONLY_FUSED, error, lookup, poison_new_memory, run
+from kernels import ONLY_FUSED, error, lookup, run
 
-pytestmark = pytest.mark.interpreter
-
-
-@pytest.fixture(autouse=True)
-def kernels_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    poison_new_memory(monkeypatch)
-    with insum.settings(**ONLY_FUSED):
-        yield
+pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("kernels_only")]
 
 
 def spmm(rows: Tensor, columns: Tensor, values: Tensor, dense: Tensor, size: int = 5) -> float:

@@ -5,7 +5,7 @@ they meet, and nothing written beside the target.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,9 +14,9 @@ from torch import Tensor
 
 import insum
 from insum import memory
-from kernels import ONLY_FUSED, bound, lookup, poison_new_memory, strategy_of, watch_programs
+from kernels import bound, lookup, strategy_of, watch_programs
 
-pytestmark = pytest.mark.interpreter
+pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("kernels_only")]
 
 FLOATS = (torch.float16, torch.float32, torch.float64)
 TOLERANCE = {torch.float16: 4e-3, torch.float32: 3e-6, torch.float64: 1e-13}
@@ -40,13 +40,6 @@ TERMS: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
 
 def _around(x: Tensor) -> Tensor:
     return torch.randn(9, 8).to(x.dtype)
-
-
-@pytest.fixture(autouse=True)
-def kernels_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    poison_new_memory(monkeypatch)
-    with insum.settings(**ONLY_FUSED):
-        yield
 
 
 def drawn(source: random.Random, count: int) -> tuple[str, dict[str, Tensor], Tensor]:

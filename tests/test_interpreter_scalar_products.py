@@ -5,7 +5,6 @@ which one axis is summed at the end and so held whole by one tile.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,21 +14,14 @@ import insum
 from insum import Config
 from insum.plan import legal, tiling
 from insum.runtime import inspection
-from kernels import ONLY_FUSED, bound, error, plan_of, poison_new_memory
+from kernels import bound, error, plan_of
 
-pytestmark = pytest.mark.interpreter
+pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("kernels_only")]
 
 ALONG = "y[d[e]] = A[d[e],k] * B[s[e],k] * w[e]"
 SHORT = Config(m=4, n=16, k=2, warps=1, stages=1, split=4)
 LONG = Config(m=1, n=16, k=4, warps=1, stages=1)
 TRIPLE = "y[n] = G[i,j] * X[t[n],i] * Y[n,j]"
-
-
-@pytest.fixture(autouse=True)
-def kernels_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    poison_new_memory(monkeypatch)
-    with insum.settings(**ONLY_FUSED):
-        yield
 
 
 def drawn(width: int, ends: Tensor, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -124,6 +116,7 @@ def test_an_axis_that_is_summed_at_the_end(i: int, j: int, dtype: torch.dtype) -
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100", "gfx942"])
 def test_first_guesses_are_legal(architecture: str) -> None:
     """On every device: sides that are summed at the end are held whole."""
+    looked = 0
     sizes = itertools.product((17, 300, 5000), (64, 65, 96, 128), (torch.float16, torch.float32))
     for number, side, dtype in sizes:
         values = {
@@ -137,7 +130,9 @@ def test_first_guesses_are_legal(architecture: str) -> None:
             plan, config = one.launch.plan, one.launch.config
             extents = {"n": number, "i": side, "j": side}
             if plan.roles.dot and set(plan.roles.m) | set(plan.roles.n) <= set(extents):
-                assert not legal._too_small(plan, extents, config), (number, side, dtype, config)
+                assert not legal.broken(plan, extents, (config,)), (number, side, dtype, config)
+                looked += 1
+    assert looked == 24
 
 
 def test_columns_that_are_walked() -> None:

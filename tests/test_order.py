@@ -497,9 +497,20 @@ def test_numbers_are_gathered_or_spread_apart_from_a_product(
         assert texts(stages_of(problem, request.form)) == want
 
 
+LAST, FIRST, SECOND = [(0, 1), (0,)], [(0,), (0, 1)], [(1,), (0, 1)]
+#: The paths of two statements that each has: what is gathered may also be multiplied by itself
+#: before, and what the other factor has be added up through an index.
+PATHS_OF_NUMBERS = dict(
+    zip(
+        NUMBERS,
+        ([LAST, SECOND], [LAST], [LAST, FIRST, SECOND], [LAST, SECOND]),
+        strict=True,
+    )
+)
+
+
 @pytest.mark.parametrize("statement", NUMBERS)
-@pytest.mark.parametrize("optimize", [None, "optimal", [(0, 1), (0,)], [(1,), (0, 1)]], ids=str)
-def test_paths_of_numbers(statement: str, optimize: Any) -> None:
+def test_paths_of_numbers(statement: str) -> None:
     draw = torch.Generator().manual_seed(0)
     given: dict[str, Any] = {
         name: torch.randn(shape, generator=draw, dtype=torch.float64)
@@ -509,15 +520,17 @@ def test_paths_of_numbers(statement: str, optimize: Any) -> None:
     given["t"] = torch.randint(5, (5 if "t[o]" in statement else 8,), generator=draw)
     used = {name: value for name, value in given.items() if f"{name}[" in statement}
     out_shape = (4,) if statement[0] == "D" else (6, 5)
-    want = insum.insum(statement, out_shape=out_shape, optimize=False, **used)
-    if optimize is not None and not isinstance(optimize, str):
-        request = request_of(statement, out_shape, None, (), None, optimize)
-        try:
-            stages_of(request.bind(used), request.form)
-        except insum.InsumError:
-            return  # no statement of its own
-    asked = {} if optimize is None else {"optimize": optimize}
-    torch.testing.assert_close(insum.insum(statement, out_shape=out_shape, **asked, **used), want)
+
+    def product(optimize: Any) -> Tensor:
+        return insum.insum(statement, out_shape=out_shape, optimize=optimize, **used)
+
+    want, own = product(False), PATHS_OF_NUMBERS[statement]
+    for optimize in (True, "optimal", *own):
+        torch.testing.assert_close(product(optimize), want)
+    for path in (LAST, FIRST, SECOND):
+        if path not in own:
+            with pytest.raises(insum.InsumError, match="cannot be a statement of their own"):
+                product(path)
 
 
 def test_idle_steps_of_a_path() -> None:

@@ -103,7 +103,7 @@ class Attention(nn.Module):
 
 
 class Network(nn.Module):
-    """Three layers with norms, dropout and residuals, as models have them."""
+    """Several layers with norms and residuals, as models have them."""
 
     def __init__(self, layers: list[nn.Module], c: int) -> None:
         super().__init__()

@@ -114,9 +114,7 @@ def reference(program: PlainProgram, upstream: Tensor) -> tuple[Tensor, ...]:
     """Values and gradients of the eager model in float64; in float32 where that does not fit."""
     for dtype in (torch.float64, torch.float32):
         model = copy.deepcopy(program.model).to(dtype)
-        for part, name in itertools.product(
-            model.modules(), ("_cached_edge_index", "_cached_adj_t")
-        ):
+        for part, name in itertools.product(model.modules(), CACHED):
             if hasattr(part, name):
                 setattr(part, name, None)
         wide = tuple(

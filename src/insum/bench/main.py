@@ -163,6 +163,12 @@ def _add_cases(made: argparse.ArgumentParser) -> None:
         help="rivals to leave out, separated by commas: those whose name contains one of these",
     )
     made.add_argument(
+        "--drawn",
+        type=int,
+        metavar="SEED",
+        help="of survey: sizes drawn around those that are named, so that nobody tuned for them",
+    )
+    made.add_argument(
         "--dtypes", default="", help="fp32,fp16,bf16 (default: the paper's for each benchmark)"
     )
     made.add_argument(
@@ -264,6 +270,7 @@ def options_of(asked: argparse.Namespace) -> BenchOptions:
         names,
         not asked.no_slow,
         skip,
+        asked.drawn,
     )
 
 

@@ -27,6 +27,7 @@ class BenchOptions:
     names: tuple[str, ...] = ()  # cases; all where empty
     slow: bool = True  # rivals that take long to set up
     skip: tuple[str, ...] = ()  # rivals to leave out: parts of their names
+    drawn: int | None = None  # a seed: sizes are drawn around those that are named
 
     @property
     def gpu(self) -> bool:

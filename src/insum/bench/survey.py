@@ -2,11 +2,13 @@
 beside the same in PyTorch's own operations, eager and compiled.
 
 What falls short here is a cliff: a statement of which something was planned badly. Sizes are those
-of a layer. Indices come back, as in the gallery, whose exhibits these are too.
+of a layer; with ``--drawn SEED`` they are drawn around those, so that nothing can have been tuned
+for them. Indices come back, as in the gallery, whose exhibits these are too.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -39,12 +41,20 @@ GROUPS = (
 
 
 def cases(options: BenchOptions) -> Iterator[Comparison]:
-    n, e, t = sizes_here(options, 40_000, 400_000, 8192)
     for dtype in options.dtypes_or(torch.float32, torch.float16):
-        given = SurveyTensors(RandomTensors(options.device, dtype), n, e, t)
+        given = _given(options, dtype)
         for group in GROUPS:
             for exhibit in group(given):
                 if options.names and not any(name in exhibit.name for name in options.names):
                     continue
                 rival = {"torch.compile": torch.compile(exhibit.formula)}
                 yield from compared(replace(exhibit, rivals=rival), options, "survey")
+
+
+def _given(options: BenchOptions, dtype: torch.dtype) -> SurveyTensors:
+    draw, sizes = RandomTensors(options.device, dtype), sizes_here(options, 40_000, 400_000, 8192)
+    if options.drawn is None:
+        return SurveyTensors(draw, *sizes)
+    drawn = random.Random(options.drawn)
+    n, e, t = (SurveyTensors(draw, *sizes, drawn).about(size) for size in sizes)
+    return SurveyTensors(draw, n, e, t, drawn)

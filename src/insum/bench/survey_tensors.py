@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from dataclasses import dataclass
 
 import torch
@@ -12,12 +14,22 @@ from insum.bench.data import RandomTensors
 
 @dataclass(frozen=True, eq=False)
 class SurveyTensors:
-    """Tensors of one dtype, and sizes as they are here: ``n`` rows, ``e`` entries, ``t`` tokens."""
+    """Tensors of one dtype, and sizes as they are here: ``n`` rows, ``e`` entries, ``t`` tokens;
+    ``sizes``: where given, all of them and all widths are drawn around those that are named.
+    """
 
     draw: RandomTensors
     n: int
     e: int
     t: int
+    sizes: random.Random | None = None
+
+    def about(self, size: int) -> int:
+        """A size as it is named, or one between half and twice of it, half of them of eights."""
+        if self.sizes is None:
+            return size
+        found = max(2, round(math.exp(math.log(size) + self.sizes.uniform(-1, 1) * math.log(2))))
+        return found // 8 * 8 if found >= 16 and self.sizes.random() < 0.5 else found
 
     def normal(self, *shape: int) -> Tensor:
         return self.draw.normal(*shape)

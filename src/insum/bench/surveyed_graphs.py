@@ -15,7 +15,8 @@ from insum.bench.survey_tensors import SurveyTensors, added_rows
 def rows(d: SurveyTensors) -> Iterator[Exhibit]:
     i, j = d.below(d.n, d.e), d.below(d.n, d.e)
     ends = {"i": i, "j": j}
-    for heads, depth in ((8, 16), (4, 64), (3, 20)):
+    for named in ((8, 16), (4, 64), (3, 20)):
+        heads, depth = map(d.about, named)
         both = {"Q": d.normal(d.n, heads, depth), "K": d.normal(d.n, heads, depth)}
         yield Exhibit(
             f"scores of {heads} heads of {depth}",
@@ -24,9 +25,10 @@ def rows(d: SurveyTensors) -> Iterator[Exhibit]:
             lambda Q, K, i, j: (Q[i] * K[j]).sum(-1),
             leaves=("Q", "K"),
         )
-    kinds = {"U": d.normal(d.n, 128), "R": d.normal(50, 128), "t": d.below(50, d.e)}
+    width, number = d.about(128), d.about(50)
+    kinds = {"U": d.normal(d.n, width), "R": d.normal(number, width), "t": d.below(number, d.e)}
     yield Exhibit(
-        "triples, 128 wide",
+        f"triples, {width} wide",
         "s[p] = U[i[p],f] * R[t[p],f] * U[j[p],f]",
         {**kinds, **ends},
         lambda U, R, t, i, j: (U[i] * R[t] * U[j]).sum(-1),
@@ -39,7 +41,8 @@ def rows(d: SurveyTensors) -> Iterator[Exhibit]:
         lambda X, i, j: (X[i] - X[j]).square().sum(-1),
         leaves=("X",),
     )
-    wide = {"X": d.normal(8, d.n // 2, 32), "Y": d.normal(8, d.n // 2, 32)}
+    shape = d.about(8), d.n // 2, d.about(32)
+    wide = {"X": d.normal(*shape), "Y": d.normal(*shape)}
     halved = {"i": i % (d.n // 2), "j": j % (d.n // 2)}
     yield Exhibit(
         "scores over a batch",
@@ -47,10 +50,11 @@ def rows(d: SurveyTensors) -> Iterator[Exhibit]:
         {**wide, **halved},
         lambda X, Y, i, j: (X[:, i] * Y[:, j]).sum((0, 2)),
     )
+    width, taken = d.about(512), d.about(2048)
     yield Exhibit(
         "columns gathered",
         "y[b,p] = x[b,t[p]] * w[p]",
-        {"x": d.normal(d.t, 512), "t": d.below(512, 2048), "w": d.normal(2048)},
+        {"x": d.normal(d.t, width), "t": d.below(width, taken), "w": d.normal(taken)},
         lambda x, t, w: x[:, t] * w,
         leaves=("x", "w"),
     )
@@ -62,12 +66,13 @@ def rows(d: SurveyTensors) -> Iterator[Exhibit]:
 def messages(d: SurveyTensors) -> Iterator[Exhibit]:
     i, j = d.below(d.n, d.e), d.below(d.n, d.e)
     ends, n = {"i": i, "j": j}, d.n
-    x, w = d.normal(n, 64), d.normal(64, 64)
-    shape = {"out_shape": (n, 64)}
+    width, before = d.about(64), d.about(64)
+    x, z, w = d.normal(n, width), d.normal(n, width), d.normal(before, width)
+    shape = {"out_shape": (n, width)}
     yield Exhibit(
         "a layer along edges",
         "y[i[p],o] = x[j[p],c] * W[c,o]",
-        {"x": x, "W": w, **ends},
+        {"x": d.normal(n, before), "W": w, **ends},
         lambda x, W, i, j: added_rows(i, (x @ W)[j], n),
         leaves=("x", "W"),
         options=shape,
@@ -75,7 +80,7 @@ def messages(d: SurveyTensors) -> Iterator[Exhibit]:
     yield Exhibit(
         "a layer on messages",
         "y[i[p],o] = m[p,c] * W[c,o]",
-        {"m": d.normal(d.e, 64), "W": w, "i": i},
+        {"m": d.normal(d.e, before), "W": w, "i": i},
         lambda m, W, i: added_rows(i, m, n) @ W,
         leaves=("m", "W"),
         options=shape,
@@ -83,7 +88,7 @@ def messages(d: SurveyTensors) -> Iterator[Exhibit]:
     yield Exhibit(
         "two kinds of rows",
         "y[i[p],n] = v[p] * x[j[p],n] + v[p] * z[j[p],n]",
-        {"v": d.normal(d.e), "x": x, "z": d.normal(n, 64), **ends},
+        {"v": d.normal(d.e), "x": x, "z": z, **ends},
         lambda v, x, z, i, j: added_rows(i, v[:, None] * (x + z)[j], n),
         leaves=("v", "x", "z"),
         options=shape,
@@ -91,7 +96,7 @@ def messages(d: SurveyTensors) -> Iterator[Exhibit]:
     yield Exhibit(
         "gated messages",
         "y[i[p],c] = sigmoid(a[i[p],c] + b[j[p],c]) * x[j[p],c]",
-        {"a": x, "b": d.normal(n, 64), "x": x, **ends},
+        {"a": x, "b": z, "x": x, **ends},
         lambda a, b, x, i, j: added_rows(i, torch.sigmoid(a[i] + b[j]) * x[j], n),
         leaves=("a", "b", "x"),
         options=shape,
@@ -108,31 +113,34 @@ def totals(d: SurveyTensors) -> Iterator[Exhibit]:
         leaves=("v", "x"),
         options={"out_shape": (n,)},
     )
-    few = d.below(512, d.e)
+    number = d.about(512)
+    few = d.below(number, d.e)
     yield Exhibit(
         "counts of pairs",
         "h[i[p],j[p]] = v[p]",
         {"v": d.normal(d.e), "i": few, "j": few.flip(0).contiguous()},
-        lambda v, i, j: v.new_zeros(512, 512).index_put((i, j), v, accumulate=True),
+        lambda v, i, j: v.new_zeros(number, number).index_put((i, j), v, accumulate=True),
         leaves=("v",),
-        options={"out_shape": (512, 512)},
+        options={"out_shape": (number, number)},
     )
     groups, members = max(2, d.n // 20), d.e // 2
-    both = {"X": d.normal(members, 16), "Y": d.normal(members, 16)}
+    width, beside = d.about(16), d.about(16)
+    both = {"X": d.normal(members, width), "Y": d.normal(members, beside)}
     yield Exhibit(
         "products of groups",
         "G[g[p],a,b] = X[p,a] * Y[p,b]",
         {**both, "g": d.rising(groups, members)},
         lambda X, Y, g: added_rows(g, X[:, :, None] * Y[:, None, :], groups),
         leaves=("X", "Y"),
-        options={"out_shape": (groups, 16, 16)},
+        options={"out_shape": (groups, width, beside)},
     )
 
 
 def batches(d: SurveyTensors) -> Iterator[Exhibit]:
     ends, n, half = {"s": d.below(d.n, d.e), "d": d.below(d.n, d.e)}, d.n, d.n // 4
     few = {"s": d.below(half, d.e // 4), "d": d.below(half, d.e // 4), "v": d.normal(d.e // 4)}
-    for heads, depth in ((8, 8), (4, 32)):
+    for named in ((8, 8), (4, 32)):
+        heads, depth = map(d.about, named)
         yield Exhibit(
             f"attention of {heads} heads of {depth}",
             "y[d[e],h,f] = a[e,h] * x[s[e],h,f]",
@@ -141,37 +149,39 @@ def batches(d: SurveyTensors) -> Iterator[Exhibit]:
             leaves=("a", "x"),
             options={"out_shape": (n, heads, depth)},
         )
+    batch = d.about(8), half, d.about(32)
     yield Exhibit(
         "a batch over one graph",
         "y[b,d[e],f] = v[e] * x[b,s[e],f]",
-        {"x": d.normal(8, half, 32), **few},
-        lambda x, s, d, v: x.new_zeros(8, half, 32).index_add(1, d, v[:, None] * x[:, s]),
+        {"x": d.normal(*batch), **few},
+        lambda x, s, d, v: x.new_zeros(batch).index_add(1, d, v[:, None] * x[:, s]),
         leaves=("x", "v"),
-        options={"out_shape": (8, half, 32)},
+        options={"out_shape": batch},
     )
+    channels, width, heads = d.about(64), d.about(64), d.about(4)
     yield Exhibit(
         "channels first over one graph",
         "y[c,d[e]] = v[e] * x[c,s[e]]",
-        {"x": d.normal(64, half), **few},
-        lambda x, s, d, v: x.new_zeros(64, half).index_add(1, d, v * x[:, s]),
+        {"x": d.normal(channels, half), **few},
+        lambda x, s, d, v: x.new_zeros(channels, half).index_add(1, d, v * x[:, s]),
         leaves=("x", "v"),
-        options={"out_shape": (64, half)},
+        options={"out_shape": (channels, half)},
     )
     yield Exhibit(
         "largest of neighbours",
         "y[d[e],f] max= x[s[e],f] + w[e,f]",
-        {"x": d.normal(n, 64), "w": d.normal(d.e, 64), **ends},
-        lambda x, w, s, d: x.new_full((n, 64), -torch.inf).index_reduce(0, d, x[s] + w, "amax"),
-        options={"out_shape": (n, 64)},
+        {"x": d.normal(n, width), "w": d.normal(d.e, width), **ends},
+        lambda x, w, s, d: x.new_full((n, width), -torch.inf).index_reduce(0, d, x[s] + w, "amax"),
+        options={"out_shape": (n, width)},
     )
-    scores = {"S": d.normal(d.e, 4), "m": d.normal(n, 4).abs(), "d": ends["d"]}
+    scores = {"S": d.normal(d.e, heads), "m": d.normal(n, heads).abs(), "d": ends["d"]}
     yield Exhibit(
         "denominators of a softmax",
         "z[d[e],h] = exp(S[e,h] - m[d[e],h])",
         scores,
         lambda S, m, d: added_rows(d, (S - m[d]).exp(), n),
         leaves=("S",),
-        options={"out_shape": (n, 4)},
+        options={"out_shape": (n, heads)},
     )
     yield Exhibit(
         "a tensor times two vectors",
@@ -184,7 +194,8 @@ def batches(d: SurveyTensors) -> Iterator[Exhibit]:
 
 
 def classes(d: SurveyTensors) -> Iterator[Exhibit]:
-    for number, columns in ((10, 64), (1000, 64), (20, 3)):
+    for named in ((10, 64), (1000, 64), (20, 3)):
+        number, columns = map(d.about, named)
         yield Exhibit(
             f"sums of {number} classes, {columns} wide",
             "M[c[n],f] = X[n,f]",
@@ -193,12 +204,12 @@ def classes(d: SurveyTensors) -> Iterator[Exhibit]:
             leaves=("X",),
             options={"out_shape": (number, columns)},
         )
-    order = torch.randperm(d.e // 2, device=d.draw.device)
+    order, width = torch.randperm(d.e // 2, device=d.draw.device), d.about(48)
     yield Exhibit(
         "rows put in order",
         "y[i[p],f] = x[p,f]",
-        {"x": d.normal(d.e // 2, 48), "i": order},
+        {"x": d.normal(d.e // 2, width), "i": order},
         lambda x, i: torch.zeros_like(x).index_copy(0, i, x),
         leaves=("x",),
-        options={"out_shape": (d.e // 2, 48)},
+        options={"out_shape": (d.e // 2, width)},
     )

@@ -14,89 +14,96 @@ from insum.bench.survey_tensors import SurveyTensors, added_rows, einsum
 
 
 def matrices(d: SurveyTensors) -> Iterator[Exhibit]:
+    number, width, after = d.about(16), d.about(64), d.about(64)
     yield Exhibit(
         "blocks on the diagonal",
         "Y[b,n,o] = X[b,n,i] * W[n,i,o]",
-        {"X": d.normal(d.t, 16, 64), "W": d.normal(16, 64, 64)},
+        {"X": d.normal(d.t, number, width), "W": d.normal(number, width, after)},
         functools.partial(einsum, "bni,nio->bno"),
         leaves=("X", "W"),
     )
+    (a, b, c), rank = map(d.about, (64, 800, 128)), d.about(32)
     yield Exhibit(
         "three factors of a tensor",
         "y[a,f] = T[a,b,c] * B[b,f] * D[c,f]",
-        {"T": d.normal(64, 800, 128), "B": d.normal(800, 32), "D": d.normal(128, 32)},
+        {"T": d.normal(a, b, c), "B": d.normal(b, rank), "D": d.normal(c, rank)},
         functools.partial(einsum, "abc,bf,cf->af"),
         leaves=("B", "D"),
     )
-    for rows_, columns in ((8 * d.t, 300), (d.t, 1000), (64 * d.t, 8)):
+    for rows_, named in ((8 * d.t, 300), (d.t, 1000), (64 * d.t, 8)):
+        columns = d.about(named)
         yield Exhibit(
             f"sums of {columns} columns",
             "y[b] = x[a,b]",
             {"x": d.normal(rows_, columns)},
             lambda x: x.sum(0),
         )
+    batch, channels = d.about(8), d.about(256)
     yield Exhibit(
         "channels apart, seven wide",
         "y[b,c,t] = x[b,c,t+k] * w[c,k]",
-        {"x": d.normal(8, 256, d.t // 4 + 6), "w": d.normal(256, 7)},
-        lambda x, w: F.conv1d(x, w[:, None], groups=256),
+        {"x": d.normal(batch, channels, d.t // 4 + 6), "w": d.normal(channels, 7)},
+        lambda x, w: F.conv1d(x, w[:, None], groups=channels),
         leaves=("x", "w"),
-        options={"out_shape": (8, 256, d.t // 4)},
+        options={"out_shape": (batch, channels, d.t // 4)},
     )
 
 
 def blocks(d: SurveyTensors) -> Iterator[Exhibit]:
     number, rows = d.t // 8, max(2, d.t // 64)
     places = {"r": d.rising(rows, number), "c": d.below(rows, number)}
+    side, width = d.about(64), d.about(64)
     yield Exhibit(
-        "scores in blocks of 64",
+        f"scores in blocks of {side}",
         "S[b,q,k] = Q[r[b],q,d] * K[c[b],k,d]",
-        {"Q": d.normal(rows, 64, 64), "K": d.normal(rows, 64, 64), **places},
+        {"Q": d.normal(rows, side, width), "K": d.normal(rows, side, width), **places},
         lambda Q, K, r, c: Q[r] @ K[c].mT,
         leaves=("Q", "K"),
     )
     yield Exhibit(
-        "values in blocks of 64",
+        f"values in blocks of {side}",
         "O[r[b],q,d] = P[b,q,k] * V[c[b],k,d]",
-        {"P": d.normal(number, 64, 64), "V": d.normal(rows, 64, 64), **places},
+        {"P": d.normal(number, side, side), "V": d.normal(rows, side, width), **places},
         lambda P, V, r, c: added_rows(r, P @ V[c], rows),
         leaves=("P", "V"),
-        options={"out_shape": (rows, 64, 64)},
+        options={"out_shape": (rows, side, width)},
     )
 
 
 def windows(d: SurveyTensors) -> Iterator[Exhibit]:
-    length = d.t // 4
+    length, batch, width = d.t // 4, d.about(8), d.about(64)
+    before, beside = d.about(32), d.about(16)
     yield Exhibit(
-        "scores of 32 before",
+        f"scores of {before} before",
         "s[b,t,r] = q[b,t,f] * k[b,t+r,f]",
-        {"q": d.normal(8, length, 64), "k": d.normal(8, length + 31, 64)},
-        lambda q, k: (q[:, :, None] * k.unfold(1, 32, 1).mT).sum(-1),
+        {"q": d.normal(batch, length, width), "k": d.normal(batch, length + before - 1, width)},
+        lambda q, k: (q[:, :, None] * k.unfold(1, before, 1).mT).sum(-1),
         leaves=("q", "k"),
-        options={"out_shape": (8, length, 32)},
+        options={"out_shape": (batch, length, before)},
     )
     yield Exhibit(
-        "sums of 16 neighbours",
+        f"sums of {beside} neighbours",
         "y[t,f] = x[t+r,f]",
-        {"x": d.normal(d.t + 15, 128)},
-        lambda x: x.unfold(0, 16, 1).sum(-1),
+        {"x": d.normal(d.t + beside - 1, 2 * width)},
+        lambda x: x.unfold(0, beside, 1).sum(-1),
         leaves=("x",),
-        options={"out_shape": (d.t, 128), "sizes": {"r": 16}},
+        options={"out_shape": (d.t, 2 * width), "sizes": {"r": beside}},
     )
 
 
 def products(d: SurveyTensors) -> Iterator[Exhibit]:
+    rows, i, j, o = d.t // 4, *map(d.about, (64, 64, 64))
     yield Exhibit(
         "a bilinear layer",
         "y[b,o] = x[b,i] * W[o,i,j] * z[b,j]",
-        {"x": d.normal(d.t // 4, 64), "W": d.normal(64, 64, 64), "z": d.normal(d.t // 4, 64)},
+        {"x": d.normal(rows, i), "W": d.normal(o, i, j), "z": d.normal(rows, j)},
         functools.partial(einsum, "bi,oij,bj->bo"),
         leaves=("x", "W", "z"),
     )
     yield Exhibit(
         "a weighted covariance",
         "C[i,j] = w[n] * X[n,i] * X[n,j]",
-        {"w": d.normal(8 * d.t), "X": d.normal(8 * d.t, 96)},
+        {"w": d.normal(8 * d.t), "X": d.normal(8 * d.t, d.about(96))},
         lambda w, X: (w[:, None] * X).mT @ X,
         leaves=("w", "X"),
     )
@@ -105,14 +112,14 @@ def products(d: SurveyTensors) -> Iterator[Exhibit]:
         "T[a,b,c] = G[i,j,k] * A[a,i] * B[b,j] * C[c,k]",
         {
             "G": d.normal(16, 16, 16),
-            "A": d.normal(128, 16),
-            "B": d.normal(128, 16),
+            "A": d.normal(d.about(128), 16),
+            "B": d.normal(d.about(128), 16),
             "C": d.normal(d.t // 32, 16),
         },
         functools.partial(einsum, "ijk,ai,bj,ck->abc"),
         leaves=("G", "A", "B", "C"),
     )
-    for columns in (3, 64):
+    for columns in map(d.about, (3, 64)):
         yield Exhibit(
             f"distances of all pairs, {columns} wide",
             "D[i,j] = pow(X[i,c] - Y[j,c], 2)",
@@ -120,16 +127,17 @@ def products(d: SurveyTensors) -> Iterator[Exhibit]:
             lambda X, Y: (X[:, None] - Y).square().sum(-1),
             leaves=("X", "Y"),
         )
+    width, i, j = map(d.about, (1000, 64, 96))
     yield Exhibit(
         "rows and columns scaled",
         "y[i,j] = a[i] * x[i,j] * b[j]",
-        {"a": d.normal(d.t), "x": d.normal(d.t, 1000), "b": d.normal(1000)},
+        {"a": d.normal(d.t), "x": d.normal(d.t, width), "b": d.normal(width)},
         lambda a, x, b: a[:, None] * x * b,
         leaves=("a", "x", "b"),
     )
     yield Exhibit(
         "three dimensions turned",
         "y[i,h,j] = x[j,i,h]",
-        {"x": d.normal(d.t // 8, 64, 96)},
+        {"x": d.normal(d.t // 8, i, j)},
         lambda x: x.permute(1, 2, 0).contiguous(),
     )

@@ -133,7 +133,7 @@ def _has_function(node: Expr) -> bool:
 
 def _has_index(node: Expr) -> bool:
     """Whether something is read through an index tensor."""
-    return any(True for one in accesses(node) for index in one.indices for _ in accesses(index))
+    return any(any(accesses(index)) for access in accesses(node) for index in access.indices)
 
 
 @functools.lru_cache(maxsize=4096)

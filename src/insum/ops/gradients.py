@@ -163,8 +163,9 @@ def gradients(
         rule = call.rules.get(key) or _rule(call, values, *key)
         known = {**values, rule.upstream: upstream, rule.result: result}
         statements = rule.statements if on_host else rule.joined
-        same: object = None  # sizes that are traced cannot be compared
-        if calls is not None and len(statements) == 1:
+        same: object = None
+        # without calls sizes may be traced, which cannot be compared
+        if calls is not None and not on_host and len(statements) == 1:
             same = statements[0].alike, *key[1:], source.dtype, source.shape
             if same in alike:
                 found[name] = alike[same].clone()
@@ -186,7 +187,7 @@ def gradients(
                     total = total.clone()
                     break
         found[name] = total
-        if same is not None and not on_host:
+        if same is not None:
             alike[same] = total
     return to_initial, found
 

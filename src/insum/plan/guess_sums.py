@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from insum.lang.expr import Affine, accesses, variables
+from insum.lang.expr import accesses, variables
 from insum.plan.config import Config
 from insum.plan.guess_rows import row_bytes
 from insum.plan.plan import Plan
 from insum.plan.roles import contiguity
 from insum.plan.sizes import WIDE_LOAD, power_of_two
-from insum.plan.tiling import ENOUGH_PROGRAMS, extent, held, output_places
+from insum.plan.tiling import ENOUGH_PROGRAMS, extent, held, output_places, sums_columns
 
 #: Threads of a tile that sum each its own, and how many outputs they take: as many halves as the
 #: widest load has.
@@ -94,7 +94,7 @@ def _in_registers(tile: SummedTile) -> Config | None:
 def _columns_summed_last(tile: SummedTile) -> Config | None:
     """N is summed after the loop, so one tile holds all of it."""
     plan, m, n = tile.plan, tile.m, tile.n
-    if not plan.roles.n or set(plan.roles.n) & set(variables(plan.target)):
+    if not sums_columns(plan):
         return None
     k = min(tile.k, max(1, 2048 // (n * m)))
     return Config(m=m, n=n, k=k, warps=max(1, min(4, m * n * k // 1024)), stages=2)
@@ -267,11 +267,8 @@ def _moves_along(plan: Plan) -> bool:
     """Whether rows are read where an output and a step of its sum add up to."""
     kept, summed = {*plan.roles.m}, {*plan.roles.k}
     places = (i for f in plan.factors for a in accesses(f) for i in a.indices[:-1])
-    return any(kept & {*variables(i)} and summed & {*variables(i)} and _is_plain(i) for i in places)
-
-
-def _is_plain(index: Affine) -> bool:
-    return not any(True for _ in accesses(index))
+    names = ({*variables(i)} for i in places if not any(accesses(i)))
+    return any(kept & one and summed & one for one in names)
 
 
 def _is_turned(plan: Plan) -> bool:

@@ -58,16 +58,21 @@ def is_matrix_product(problem: Problem, *, accumulates: bool) -> bool:
     factors = [f for f in term.factors if not isinstance(f, Number)]
     if len(factors) != 2 or not _fits(problem, factors, accumulates or len(term.factors) > 2):
         return False
-    target = _plain(problem.statement.target)
-    a, b = map(_plain, factors)
-    if target is None or a is None or b is None:
+    return is_product_of_matrices(problem.statement.target, *factors)
+
+
+def is_product_of_matrices(target: Access, first: Expr, second: Expr) -> bool:
+    """Whether two factors are matrices, by variables alone, of which the target is the product, or
+    that of each of a batch, one after the other.
+    """
+    kept, a, b = map(plain_variables, (target, first, second))
+    if kept is None or a is None or b is None:
         return False
-    rows, columns, summed = a - b, b - a, (a & b) - target
-    if not (rows and columns and summed) or not rows | columns <= target <= a | b:
+    rows, columns, summed = a - b, b - a, (a & b) - kept
+    if not (rows and columns and summed) or not rows | columns <= kept <= a | b:
         return False
-    batch = a & b & target
-    leading = problem.statement.target.indices[: len(batch)]
-    return batch == {index.var for index in leading}
+    batch = a & b & kept
+    return batch == {index.var for index in target.indices[: len(batch)]}
 
 
 def _fits(problem: Problem, factors: Sequence[Expr], more: bool) -> bool:
@@ -82,7 +87,7 @@ def _fits(problem: Problem, factors: Sequence[Expr], more: bool) -> bool:
     return problem.dtype not in _HALVES or not more
 
 
-def _plain(access: Expr) -> set[str] | None:
+def plain_variables(access: Expr) -> set[str] | None:
     """The variables of an access that has nothing else, and each once."""
     if not isinstance(access, Access):
         return None

@@ -23,6 +23,7 @@ from insum.lang.expr import (
     rewrite,
     variables,
 )
+from insum.plan.library import is_product_of_matrices, plain_variables
 
 #: What the costs are counted in: one point of a loop, a multiplication and an addition. Moving one
 #: number to or from memory takes as long as so many points, one more statement as so many.
@@ -169,16 +170,17 @@ class StepBuilder:
     ) -> Step:
         points = self.size_of({v for f in (target, *factors) for v in variables(f)})
         moved = written + sum(self.read_by(a) for f in factors for a in accesses(f))
-        ours = self.term.on_cpu or len(self.term.factors) > 2  # more are matrix products themselves
-        weight = 1 if ours else self.weight(target, factors, points)
+        # of more factors one kernel is a matrix product as well
+        alike = self.term.on_cpu or len(self.term.factors) > 2
+        weight = 1 if alike else self.weight(target, factors, points)
         cost = weight * points + MOVED * moved + self.term.started
         return Step(target, factors, dims, positions, cost, points)
 
     def weight(self, target: Access, factors: tuple[Expr, ...], points: float) -> float:
         """What a point of a step takes."""
-        if is_plain_product(target, factors):
+        if _is_in_library(target, factors):
             return IN_LIBRARY
-        parts = (target, *factors) if all(map(_is_plain, factors)) else factors
+        parts = (target, *factors) if None not in map(plain_variables, factors) else factors
         picked = (p for p in parts if picks_numbers(p))
         again = any(points > 2 * self.size_of(set(variables(p))) for p in picked)
         return ONE_BY_ONE if again else 1
@@ -375,16 +377,8 @@ def _ways(state: StepState, positions: tuple[int, ...]) -> Iterator[frozenset[in
         yield from map(frozenset, itertools.combinations(could, count))
 
 
-def is_plain_product(target: Access, factors: tuple[Expr, ...]) -> bool:
-    """Whether a step is a product of two matrices, by variables alone."""
-    if len(factors) != 2 or not all(map(_is_plain, (target, *factors))):
-        return False
-    kept, a, b = ({*variables(part)} for part in (target, *factors))
-    return bool((a & b) - kept and a - b and b - a)
-
-
-def _is_plain(factor: Expr) -> bool:
-    return isinstance(factor, Access) and all(index.var is not None for index in factor.indices)
+def _is_in_library(target: Access, factors: tuple[Expr, ...]) -> bool:
+    return len(factors) == 2 and is_product_of_matrices(target, *factors)
 
 
 def picks_numbers(part: Expr) -> bool:
@@ -394,9 +388,7 @@ def picks_numbers(part: Expr) -> bool:
 
 def _leaves_plain(made: StepBuffer) -> bool:
     """Whether a plain product is made, of which the numbers are spread later."""
-    return picks_numbers(made.after.target) and is_plain_product(
-        made.step.target, made.step.factors
-    )
+    return picks_numbers(made.after.target) and _is_in_library(made.step.target, made.step.factors)
 
 
 def _can_open(factor: Expr) -> bool:

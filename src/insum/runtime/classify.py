@@ -49,8 +49,8 @@ _INDICES = (
 
 
 def running(problem: Problem) -> frozenset[str]:
-    """Variables that index tensors are read at: their extents change from call to call; but not
-    the columns of a result, which are chosen anew for each of its rows.
+    """Variables that index tensors are read at: their extents change from call to call. But not
+    the columns of a result: what divides them decides how its rows are written.
     """
     written = problem.statement.target.indices
     columns = written[-1].var if len(written) > 1 else None
