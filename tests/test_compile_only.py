@@ -455,6 +455,38 @@ def test_float32_products_fit_the_registers(name: str, target: str) -> None:
         assert spilled(found) == 0, f"{found.registers} registers"
 
 
+def exponentials(statement: str) -> int:
+    values = {"x": torch.empty(4096)}
+    problem = request_of(statement, None, None, ()).bind(values)
+    ((_, found),) = inspection.compile_only(problem, values, "sm_90")
+    return found.assembly["ptx"].count("ex2.approx")
+
+
+def test_a_sigmoid_and_that_of_the_opposite_share_an_exponential() -> None:
+    """As they stand in the slope of a sigmoid: exponentials are what takes the time there."""
+    alone = exponentials("y[n] = sigmoid(x[n])")
+    assert 0 < alone == exponentials("y[n] = sigmoid(x[n]) * sigmoid(-x[n])")
+    assert alone == exponentials("y[n] = 4 * sigmoid(2 * x[n]) * sigmoid(-2 * x[n])")
+
+
+#: Gathers in half precision whose rows begin at multiples of 4 bytes.
+PAIRED = {
+    "heads of ten": ("s[p,h] = Q[i[p],h,d] * K[i[p],h,d]", {"Q": (900, 4, 10), "K": (900, 4, 10)}),
+    "rows of 34": ("y[p,f] = x[i[p],f]", {"x": (900, 34)}),
+}
+
+
+@pytest.mark.parametrize("name", PAIRED)
+def test_rows_of_even_lengths_are_read_in_pairs(name: str) -> None:
+    statement, shapes = PAIRED[name]
+    values = {n: torch.empty(shape, dtype=torch.float16) for n, shape in shapes.items()}
+    values["i"] = torch.randint(0, 900, (50_000,))
+    problem = request_of(statement, None, None, ()).bind(values)
+    for _, found in inspection.compile_only(problem, values, "sm_90"):
+        loads = re.findall(r"ld\.global\S*\.([bu]\d+)", found.assembly["ptx"])
+        assert "b32" in loads and "b16" not in loads, loads
+
+
 def test_the_list_is_complete() -> None:
     assert list(usual()) == APPLICATIONS
 

@@ -159,3 +159,67 @@ def test_no_buffers_where_nothing_bounds_the_result() -> None:
     assert one.buffers > 1000
     (of_all,) = look.programs.plan(general(look.sizes), look.wishes, look.answers)
     assert of_all.buffers < 10
+
+
+# --- sizes that no tile divides -------------------------------------------------------------------
+
+
+def drawn(*shape: int, below: int = 0, dtype: torch.dtype = torch.float16) -> Tensor:
+    if below:
+        return insum.unchanging(torch.randint(0, below, shape))
+    return torch.empty(shape, dtype=dtype)
+
+
+@pytest.mark.parametrize("width", [17, 34, 59])
+def test_lists_of_narrow_rows_are_read_at_once(width: int) -> None:
+    """Of rows that wide loads cannot read, one step at a time took five times as long."""
+    values = {"w": drawn(50_000, 8), "x": drawn(9000, width), "t": drawn(50_000, 8, below=9000)}
+    _, (one,) = guessed("y[q,c] = w[q,k] * x[t[q,k],c]", **values)
+    assert (one.k, one.warps) == (8, 1)
+
+
+@pytest.mark.parametrize(("heads", "m"), [(3, 1), (4, 4), (5, 2), (6, 2), (8, 8)])
+def test_heads_fill_their_tile(heads: int, m: int) -> None:
+    values = {"Q": drawn(900, heads, 12), "K": drawn(900, heads, 12)}
+    ends = {"i": drawn(60_000, below=900), "j": drawn(60_000, below=900)}
+    _, (one,) = guessed("s[p,h] = Q[i[p],h,d] * K[j[p],h,d]", **values, **ends)
+    assert one.m == m and one.m * one.n * one.k == 2048
+
+
+@pytest.mark.parametrize(("width", "k"), [(80, 16), (64, 64), (96, 32), (100, 64)])
+def test_windows_over_each_other_share_a_tile(width: int, k: int) -> None:
+    values = {"q": drawn(4, 1000, width), "k": drawn(4, 1015, width)}
+    sizes = {0: 4, 1: 1000, 2: 16}
+    look = inspection.elsewhere(bound("s[b,t,r] = q[b,t,f] * k[b,t+r,f]", values, sizes), values)
+    (one,) = look.planned()
+    (choice,) = first_choice(one, look.wishes)
+    assert (choice.m, choice.n, choice.k) == (8, 16, k)
+
+
+def test_places_of_a_scatter_are_read_once_for_a_row() -> None:
+    """Were offsets and columns one axis, a tile would read an index for each of its places."""
+    values = {"dy": drawn(4000, 94), "W": drawn(9, 59, 94), "t": drawn(4000, 9, below=4000)}
+    plan, (one,) = guessed("dx[t[q,k],c] = dy[q,o] * W[k,c,o]", rows=4000, **values)
+    assert (plan.roles.m, plan.roles.n, plan.roles.grid) == (("q",), ("c",), ("k",))
+    assert one.m == 32  # atomics take the time
+    narrow = {**values, "W": drawn(9, 8, 94)}
+    plan, _ = guessed("dx[t[q,k],c] = dy[q,o] * W[k,c,o]", rows=4000, **narrow)
+    assert plan.roles.n == ("k", "c")
+
+
+def test_short_sums_of_wide_numbers_are_one_step() -> None:
+    values = {
+        "dy": drawn(4000, 51, 51, dtype=torch.float32),
+        "E": drawn(9000, 17, dtype=torch.float32),
+        "i": drawn(4000, 51, below=9000),
+    }
+    _, (one,) = guessed("D[i[b,f],k] = dy[b,f,g] * E[i[b,g],k]", rows=9000, **values)
+    assert (one.m, one.n, one.k, one.stages) == (64, 32, 64, 1)
+
+
+def test_columns_of_short_heads_lie_in_memory() -> None:
+    """Rows of six numbers are narrower than their eight heads, and are walked all the same."""
+    values = {"a": drawn(60_000, 8), "x": drawn(900, 8, 6)}
+    ends = {"s": drawn(60_000, below=900), "d": drawn(60_000, below=900)}
+    plan, _ = guessed("y[d[e],h,f] = a[e,h] * x[s[e],h,f]", rows=900, **values, **ends)
+    assert plan.roles.n == ("f",)

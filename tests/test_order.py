@@ -459,15 +459,25 @@ def test_what_is_scattered_first_is_added_up_in_full(
     assert torch.equal(got, want)
 
 
-def test_halves_are_not_added_up_before_their_product_on_a_gpu() -> None:
-    """Their sum may be too large for float16 where that of the products is not."""
-    shapes = {"X": (N, 64), "G": (N, 64), "src": (E,), "dst": (E,)}
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_halves_are_added_up_in_single_precision_on_a_gpu(dtype: torch.dtype) -> None:
+    """Their sum may be too large for float16 where that of the products is not; and only through
+    the left side: else matrix units do it.
+    """
+    shapes = {"X": (N, 64), "G": (N, 64), "M": (E, 64), "W": (64, 64), "src": (E,), "dst": (E,)}
     values = described(shapes, "src dst")
-    for dtype, count in ((torch.float16, 0), (torch.bfloat16, 2), (torch.float32, 2)):
-        given = {k: v.to(dtype) if v.is_floating_point() else v for k, v in values.items()}
-        request = request_of("D[f,h] = X[src[e],f] * G[dst[e],h]", None, None, ())
-        problem = replace(request.bind(given), device=torch.device("cuda"))
-        assert len(stages_of(problem, request.form)) == count
+    given = {k: v.to(dtype) if v.is_floating_point() else v for k, v in values.items()}
+
+    def found(statement: str, rows: int | None, *names: str) -> tuple[Stage, ...]:
+        request = request_of(statement, rows and (rows, 64), None, ())
+        problem = request.bind({name: given[name] for name in names})
+        return stages_of(replace(problem, device=torch.device("cuda")), request.form)
+
+    first, last = found("Y[dst[e],h] = M[e,f] * W[f,h]", N, "M", "W", "dst")
+    assert (first.form.dtype, last.form.dtype) == (torch.float32, dtype)
+    assert first.form.statement == "M_1[dst[e],f] = M[e,f]"
+    through = found("D[f,h] = X[src[e],f] * G[dst[e],h]", None, "X", "G", "src", "dst")
+    assert len(through) == (2 if dtype == torch.float32 else 0)
 
 
 NUMBERS = {

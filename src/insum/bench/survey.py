@@ -52,9 +52,9 @@ def cases(options: BenchOptions) -> Iterator[Comparison]:
 
 
 def _given(options: BenchOptions, dtype: torch.dtype) -> SurveyTensors:
-    draw, sizes = RandomTensors(options.device, dtype), sizes_here(options, 40_000, 400_000, 8192)
+    n, e, t = sizes_here(options, 40_000, 400_000, 8192)
+    named = SurveyTensors(RandomTensors(options.device, dtype), n, e, t)
     if options.drawn is None:
-        return SurveyTensors(draw, *sizes)
-    drawn = random.Random(options.drawn)
-    n, e, t = (SurveyTensors(draw, *sizes, drawn).about(size) for size in sizes)
-    return SurveyTensors(draw, n, e, t, drawn)
+        return named
+    around = replace(named, sizes=random.Random(options.drawn))
+    return replace(around, n=around.about(n), e=around.about(e), t=around.about(t))

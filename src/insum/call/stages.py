@@ -45,6 +45,7 @@ from insum.runtime.classify import example
 #: Statements of more products than this run as they are.
 MOST_TERMS = 16
 #: Dtypes that matrix units multiply.
+_HALVES = (torch.float16, torch.bfloat16)
 _MULTIPLIED = (torch.float16, torch.bfloat16, torch.float32)
 #: How every tensor of a call lies in memory, by name.
 Layouts: TypeAlias = tuple[tuple[str, MemoryLayout], ...]
@@ -223,8 +224,8 @@ class _Chosen:
             frozenset(self.taken),
             may_scatter=len(self.problem.terms) == 1,
             may_index=self.may_index,
-            # a sum may be too large for the buffer where that of the products is not
-            adds_first=number != torch.float16 or self.problem.device.type != "cuda",
+            # matrix units that read half precision add up what is gathered as quickly as it comes
+            adds_first=number not in _HALVES or self.problem.device.type != "cuda",
             on_cpu=self.problem.device.type == "cpu",
         )
 
@@ -278,7 +279,7 @@ class _StageWriter:
         nothing wider at their speed.
         """
         dtype = promoted(infer(term.value, self.types).dtype, self.problem.dtype)
-        if self.problem.device.type == "cuda" and dtype in (torch.float16, torch.bfloat16):
+        if self.problem.device.type == "cuda" and dtype in _HALVES:
             return dtype
         return accumulator(dtype)
 
@@ -286,6 +287,9 @@ class _StageWriter:
         value = product(list(step.factors))
         if isinstance(value, Access) and _is_copy(step.target, value):
             dtype = self.types[value.tensor].dtype
+        elif len(step.factors) == 1:
+            # a sum may be too large for half precision where that of the products is not
+            dtype = accumulator(dtype)
         real = not infer(value, self.types).dtype.is_complex and dtype.is_complex
         dtype = dtype.to_real() if real else dtype
         self.types[step.target.tensor] = Typed(dtype, 2 if step.dims else 1)

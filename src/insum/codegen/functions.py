@@ -134,6 +134,15 @@ def insum_softplus(x):
 
 
 """,
+    "insum_sigmoid_of_minus(": '''@triton.jit
+def insum_sigmoid_of_minus(x):
+    """sigmoid(-x) of what sigmoid(x) is made of, so that both of them take one exponential."""
+    e = tl.exp(-x)
+    s = 1 / (1 + e)
+    return tl.where(x > 0, e * s, 1 - s)
+
+
+''',
     "insum_silu(": """@triton.jit
 def insum_silu(x):
     return x * tl.sigmoid(x)
@@ -235,7 +244,7 @@ def called(function: str, args: list[Tile], numbers: list[float], dtype: str) ->
             return apply("tl.maximum", x, 0, propagate_nan="tl.PropagateNan.ALL")
         case "maximum" | "minimum":
             return apply(f"tl.{function}", x, args[1], propagate_nan="tl.PropagateNan.ALL")
-        case "tanh" | "expm1" | "log1p" | "softplus" | "silu" | "gelu":
+        case "tanh" | "expm1" | "log1p" | "softplus" | "silu" | "gelu" | "sigmoid_of_minus":
             return apply(f"insum_{function}", x)
         case "leaky_relu" | "elu":
             return apply(f"insum_{function}", x, _typed(numbers[0], dtype))

@@ -39,6 +39,7 @@ from insum.lang.expr import (
     Sum,
     Var,
     accesses,
+    product,
     variables,
 )
 from insum.lang.types import Typed, accumulator, call_type, deciding, infer, is_rounded
@@ -337,6 +338,8 @@ class Reads:
             values[0] = self.argument(condition, self.dtype_of(condition, dtype))
         if function in COMPARED:
             values = self.rounded(function, args, values, dtype)
+        if function == "sigmoid" and (opposite := _opposite(args[0])) is not None:
+            function, values = "sigmoid_of_minus", [self.argument(opposite, dtype)]
         numbers = [a.value for a in args[count:] if isinstance(a, Number)]
         axes = union(*(v.axes for v in values))
         return called(function, [v.over(axes) for v in values], numbers, dtype)
@@ -474,3 +477,11 @@ def converted(value: Tile, kind: str, dtype: str) -> Tile:
 def _is_presence(mask: Tile) -> bool:
     """Whether a mask is of an index that is there, and not padding."""
     return isinstance(mask, Operation) and mask.symbol == ">=" and mask.args[1] == as_tile(0)
+
+
+def _opposite(expr: Expr) -> Expr | None:
+    """What an expression is written as the negative of."""
+    match expr:
+        case Product((Number(value), *rest)) if value < 0:
+            return product([Number(-value), *rest])
+    return None

@@ -332,9 +332,10 @@ def roles_of(
     summed = tuple(v for v in draft.summed() if v not in absorbed)
     sizes = subject.sizes
     exact = frozenset(v for v, size in sizes.extents.items() if not size.open) - sizes.runs
-    roles = Roles(
-        draft.factors, kept, summed, draft.extents, draft.row, draft.segment, absorbed, exact
-    )
+    indices = (a for index in draft.target.indices for a in accesses(index))
+    places = tuple(frozenset(variables(a)) for a in indices)
+    own = draft.row, draft.segment, absorbed, exact, places
+    roles = Roles(draft.factors, kept, summed, draft.extents, *own)
     wish, operand = subject.wishes.settings.dot, subject.operand(draft)
     fits = (
         subject.reduce == "sum"
@@ -401,7 +402,7 @@ def _plan(subject: Subject, draft: Draft, strategy: str, roles: Contraction, one
         wraps=frozenset(n for n in subject.wraps & used if subject.may_wrap(n)),
         accumulator=subject.accumulator(),
         operand=operand,
-        precision=subject.wishes.precision if operand == "float32" else "",
+        precision=_precision(subject, used) if operand == "float32" else "",
         segment=Segment(draft.row, draft.segment, tiled=not roles.dot) if draft.segment else None,
         home=_home(draft, roles),
         onehot=onehot,
@@ -411,6 +412,17 @@ def _plan(subject: Subject, draft: Draft, strategy: str, roles: Contraction, one
         idle=draft.idle,
         bounds=draft.bounds,
     )
+
+
+def _precision(subject: Subject, used: set[str]) -> str:
+    """How float32 operands are multiplied. Where others, and the result, are in half precision,
+    parts that half precision has not are lost anyway: one product does.
+    """
+    kinds, precision = subject.problem.kinds, subject.wishes.precision
+    halves = (torch.float16, torch.bfloat16)
+    read = any(kinds[name].dtype in halves for name in used if name in kinds)
+    half = read and subject.problem.dtype in halves
+    return "tf32" if half and precision == "tf32x3" else precision
 
 
 def _home(draft: Draft, roles: Contraction) -> Access | None:

@@ -7,7 +7,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from insum.lang.expr import Access
 from insum.plan.config import Config
+from insum.plan.guess_rows import is_narrow_row
 from insum.plan.plan import Plan
 from insum.plan.roles import FLATTEN_UP_TO, SMALLEST_DOT
 from insum.plan.sizes import power_of_two
@@ -34,6 +36,10 @@ from insum.plan.tiling import (
 PIPELINE_BYTES = 72 * 1024
 #: Depth of a matrix instruction in half precision.
 SHALLOW = 16
+#: Height of a tile of which many run at once.
+LOW = 32
+#: A sum that is cut into pieces, whatever the output.
+LONG_SUM = 4096
 
 
 def for_product(plan: Plan, extents: Mapping[str, int], *, along_sum: bool) -> Config:
@@ -60,6 +66,9 @@ def _for_dot(plan: Plan, extents: Mapping[str, int], *, along_sum: bool) -> Conf
     if size == 4 and (n <= 16 or plan.onehot < 0 and in_registers and not plan.pointwise):
         m = max(16, min(m_all, 128))  # what is brought to registers first is used for more
     m, n = held(plan, extents, m, n)
+    found = (rule(plan, extents, m, n) for rule in _RULES)
+    if (first := next((one for one in found if one is not None), None)) is not None:
+        return first
     if gathers_places(plan) and plan.onehot < 0:  # whose addresses take registers, too
         return Config(m=min(m, LARGE_SIDE), n=n, k=min(k, 32), warps=4, stages=3)
     if (m, n) == (LARGE_SIDE, LARGE_SIDE) and is_large(plan, extents):
@@ -84,6 +93,61 @@ def _for_dot(plan: Plan, extents: Mapping[str, int], *, along_sum: bool) -> Conf
     most = 2 if n <= 32 < k and walks_matrices(plan) else 3  # narrow and deep: more programs
     stages = max(2, min(most, PIPELINE_BYTES // ((m + n) * k * size)))
     return Config(m=m, n=n, k=k, warps=warps, stages=stages)
+
+
+def _in_one_step(plan: Plan, extents: Mapping[str, int], m: int, n: int) -> Config | None:
+    """A short sum of 32-bit numbers that ends inside of a tile: all of it at once, because masks
+    take longer than what is masked.
+    """
+    (*_, var), size = plan.roles.k, BYTES.get(plan.operand, 4)
+    deep = power_of_two(extents[var])
+    if size == 2 or plan.segment or plan.onehot >= 0 or len(plan.roles.k) > 1 or plan.roles.loops:
+        return None
+    if max(m, n) > HIGH or deep > HIGH or deep > SHALLOW and extents[var] % 32 == 0:
+        return None
+    return Config(m=m, n=n, k=max(SHALLOW, deep), warps=2 if m * n <= LOW**2 else 4, stages=1)
+
+
+def _for_few_wide_segments(plan: Plan, extents: Mapping[str, int], m: int, n: int) -> Config | None:
+    """Entries of 32-bit numbers, of which all tiles run at once: lower ones, as wide as they can
+    be.
+    """
+    if BYTES.get(plan.operand, 4) == 2 or not walks_matrices(plan) or m < LARGE_SIDE:
+        return None
+    if plan.onehot >= 0 or _programs(plan, extents, m, n) >= ENOUGH_PROGRAMS:
+        return None
+    wide = min(power_of_two(extent(plan.roles.n, extents)), LARGE_SIDE)
+    return Config(m=LOW, n=max(n, wide), k=32, warps=4, stages=3)
+
+
+def _added_at_once(plan: Plan, extents: Mapping[str, int], m: int, n: int) -> Config | None:
+    """A tile of so few steps that adding it to the output is what takes the time: low ones, whose
+    atomics are spread over more programs.
+    """
+    if plan.strategy != "atomic" or BYTES.get(plan.operand, 4) != 2 or plan.onehot >= 0:
+        return None
+    deep, high = extent(plan.roles.k, extents), extent(plan.roles.m, extents)
+    if plan.segment or plan.roles.loops or deep > LARGE_SIDE or n > HIGH or high < 8 * LARGE_SIDE:
+        return None
+    return Config(m=min(m, LOW), n=n, k=k_tile(plan, extents, 2), warps=4, stages=3)
+
+
+def _in_shallow_steps(plan: Plan, extents: Mapping[str, int], m: int, n: int) -> Config | None:
+    """Both sides have rows that no wide load reads, over a long sum: what is read takes the time,
+    and is used for as much as a tile can have.
+    """
+    if plan.segment or plan.onehot >= 0 or plan.strategy != "store" or not plan.index_tensors:
+        return None
+    sides = [plan.factors[place] for place in (*plan.roles.left, *plan.roles.right)]
+    narrow = all(isinstance(f, Access) and is_narrow_row(plan, f) for f in sides)
+    if not narrow or extent(plan.roles.k, extents) < LONG_SUM:
+        return None
+    k = 2 * SHALLOW if BYTES.get(plan.operand, 4) == 2 else SHALLOW
+    return Config(m=m, n=n, k=k, warps=4, stages=3)
+
+
+#: What is asked before all else, of tiles that would be so large.
+_RULES = (_in_one_step, _for_few_wide_segments, _added_at_once, _in_shallow_steps)
 
 
 def _for_gathered_rows(plan: Plan, extents: Mapping[str, int]) -> Config | None:

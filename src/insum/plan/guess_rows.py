@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from insum.lang.expr import accesses
+from insum.lang.expr import Access, Call, Expr, Product, Sum, accesses
 from insum.plan.config import Config
 from insum.plan.plan import Plan
 from insum.plan.roles import contiguity
@@ -30,6 +30,9 @@ TINY_ENTRIES = 2**15
 #: Columns up to which rows are narrow, entries from which on they are not short, and bytes that one
 #: warp reads of such rows at once.
 NARROW_ROW, SHORT_ROW, NARROW_BYTES = 32, 6, 4096
+#: Numbers of a tile of rows that functions are computed of, and entries of a row in it: more would
+#: take so many registers that too few programs run at once.
+COMPUTED, COMPUTED_ENTRIES = 512, 4
 #: Rows of a tile whose columns do not lie in memory, and the most entries that they may have.
 ACROSS, SHORT_LINE = 128, 2**13
 #: Columns in tiles of which the last may be half empty.
@@ -58,7 +61,7 @@ def for_rows(plan: Plan, extents: Mapping[str, int], *, long: bool) -> Config:
         # rows of memory are those of the other axis: a few of them, which stay in the cache
         return Config(m=ACROSS, n=2, k=1, warps=4, stages=1)
     n = most(plan.roles.n, extents) if summed else _row_tile(columns, wide=wide)
-    narrow = n > 1 and not summed and _reads_narrow_rows(plan)
+    narrow = n > 1 and not summed and reads_narrow_rows(plan)
     if narrow:  # each load fetches little: of rows less at once, and of more of them
         n = min(n, 64)
     if long:
@@ -66,11 +69,16 @@ def for_rows(plan: Plan, extents: Mapping[str, int], *, long: bool) -> Config:
         k = max(min(16, 4096 // n), min(64, 2048 // (m * n)))
         if 1 < n <= 32:  # few lines of memory for each warp at a time
             k = max(16, min(128 if n <= 8 else 64, 4096 // (m * n * row_bytes(plan))))
+        elif n > 1 and _computes(plan):
+            k = max(1, min(k, 2 * COMPUTED // (m * n)))
         return Config(m=m, n=n, k=k, warps=1 if m * n <= 128 else 2, stages=1)
     if n == 1:  # a thread for each row
         return Config(m=64, n=1, k=1, warps=2, stages=1)
     if are_narrow(plan, extents, n):
         return _for_narrow_rows(plan, n)
+    if n > NARROW_ROW and _computes(plan):
+        m = max(1, COMPUTED // (COMPUTED_ENTRIES * n))
+        return Config(m=m, n=n, k=COMPUTED_ENTRIES, warps=1, stages=1)
     m = max(1, min(64, 512 // n))
     if narrow:
         return Config(m=m, n=n, k=4, warps=1, stages=1)
@@ -114,20 +122,33 @@ def row_bytes(plan: Plan) -> int:
     return max(read, default=4)
 
 
-def _reads_narrow_rows(plan: Plan) -> bool:
-    """Whether rows begin where no widest load may."""
+def _computes(plan: Plan) -> bool:
+    """Whether functions are computed of what is read."""
+    return any(map(_has_function, plan.factors))
+
+
+def _has_function(expr: Expr) -> bool:
+    match expr:
+        case Call(function, args):
+            return function not in ("whole", "conj") or any(map(_has_function, args))
+        case Product(parts) | Sum(parts):
+            return any(map(_has_function, parts))
+    return False
+
+
+def reads_narrow_rows(plan: Plan) -> bool:
+    """Whether rows along N begin where no widest load may."""
+    read = (a for f in plan.factors for a in accesses(f) if a.indices)
+    return any(is_narrow_row(plan, a) for a in read if a.indices[-1].var in plan.roles.n)
+
+
+def is_narrow_row(plan: Plan, read: Access) -> bool:
+    """Whether rows of a tensor begin where no widest load may."""
     kinds, strides = dict(plan.kinds), dict(plan.strides)
-    rows = (
-        (a.tensor, strides[a.tensor].units)
-        for f in plan.factors
-        for a in accesses(f)
-        if len(a.indices) > 1 and a.indices[-1].var in plan.roles.n and a.tensor in strides
-    )
-    return any(
-        -WIDE_LOAD < unit * BYTES.get(kinds[name], WIDE_LOAD) < 0
-        for name, units in rows
-        for unit in units[:-1]
-    )
+    if len(read.indices) < 2 or read.tensor not in strides:
+        return False
+    size = BYTES.get(kinds[read.tensor], WIDE_LOAD)
+    return any(-WIDE_LOAD < unit * size < 0 for unit in strides[read.tensor].units[:-1])
 
 
 def _lie_across(plan: Plan, extents: Mapping[str, int]) -> bool:

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from insum.lang.expr import accesses, variables
 from insum.plan.config import Config
-from insum.plan.guess_rows import row_bytes
+from insum.plan.guess_rows import reads_narrow_rows, row_bytes
 from insum.plan.plan import Plan
 from insum.plan.roles import contiguity
 from insum.plan.sizes import WIDE_LOAD, power_of_two
@@ -33,8 +33,12 @@ LONGEST_SUM = 4096
 TURNED = 64
 #: Steps of a window that are read at once, and bytes of all that a tile reads so.
 LONGEST_WINDOW, WINDOW_BYTES = 32, 2**15
+#: Rows of windows that share a tile, and how much of them is read in a step.
+SLIDING_ROWS, SLIDING_STEP = 8, 64
 #: Numbers of a row that one thread reads by itself.
 SHORT_ROW = 4
+#: Rows that no wide load can read: of how many lists each warp reads so many at once.
+NARROW_LISTS, NARROW_STEPS, NARROW_NUMBERS = 8, 8, 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +110,17 @@ def _along_rows(tile: SummedTile) -> Config | None:
     if m * k <= SHORT_ROW and n >= 64:  # as of positions: a thread for each
         return Config(m=m, n=min(n, 256), k=k, warps=8, stages=1)
     if m * k <= (128 if m > 1 else 64) and n >= 32:  # and all that lies beside it
+        m = _filled(extent(tile.plan.roles.m, tile.extents), m)
         n = min(n, 2048 // (m * k))
         return Config(m=m, n=n, k=k, warps=max(1, m * n * k // 1024), stages=1)
     if 1 < m <= 8 and n >= 32:
         # what lies beside each other, or is shared by several sums, in steps
         k = min(k, 32)
         return Config(m=m, n=8, k=k, warps=max(1, m * 8 * k // 1024), stages=1)
+    if m > SLIDING_ROWS and n >= 16 and _slides(tile.plan):
+        k = math.gcd(extent(tile.plan.roles.k, tile.extents), SLIDING_STEP)
+        k = k if k >= 16 else min(tile.k, SLIDING_STEP)
+        return Config(m=SLIDING_ROWS, n=min(n, 32), k=k, warps=2, stages=1)
     # gathered in steps of a load or two, while the next is on its way
     if tile.plan.index_tensors and m == 1 and k == 128 and n >= 16:
         return Config(m=1, n=16, k=32, warps=4, stages=2)
@@ -151,6 +160,10 @@ def _a_list_each(tile: SummedTile) -> Config | None:
     plan, extents = tile.plan, tile.extents
     if tile.k >= 128 or not _gathers_a_list_each(plan, extents):
         return None
+    if reads_narrow_rows(plan):
+        k = min(tile.k, NARROW_STEPS)
+        m = max(1, min(tile.m, NARROW_LISTS, NARROW_NUMBERS // (tile.n * k)))
+        return Config(m=m, n=tile.n, k=k, warps=1, stages=1)
     even = math.gcd(extent(plan.roles.n, extents), tile.n)
     n = even if even >= 32 else tile.n
     m = min(tile.m, max(1, OWN_THREADS * (WIDE_LOAD // row_bytes(plan)) // n))
@@ -269,6 +282,26 @@ def _moves_along(plan: Plan) -> bool:
     places = (i for f in plan.factors for a in accesses(f) for i in a.indices[:-1])
     names = ({*variables(i)} for i in places if not any(accesses(i)))
     return any(kept & one and summed & one for one in names)
+
+
+def _slides(plan: Plan) -> bool:
+    """Whether rows are read where places along M and N add up to: windows that lie over each
+    other.
+    """
+    along, across = {*plan.roles.m}, {*plan.roles.n}
+    places = (i for f in plan.factors for a in accesses(f) for i in a.indices[:-1])
+    names = ({*variables(i)} for i in places if not any(accesses(i)))
+    return any(along & one and across & one for one in names)
+
+
+def _filled(number: int, most: int) -> int:
+    """The side of a tile, up to ``most``, of which no place is empty, or one of several.
+
+    >>> [_filled(number, 8) for number in (3, 4, 5, 6, 7, 8)]
+    [1, 4, 2, 2, 2, 8]
+    """
+    even = math.gcd(number, most)
+    return 2 if even == 1 and number > 4 else even
 
 
 def _is_turned(plan: Plan) -> bool:

@@ -270,8 +270,9 @@ def _next(
             found = builder.buffer(state, positions)
             if found is None:
                 continue
-            if count > 1 or builder.term.adds_first or _is_as_before(state, found.after):
-                yield tuple(state.factors[p].inside for p in positions), found
+            if count == 1 and not builder.term.adds_first and _is_for_another(state, found.after):
+                continue
+            yield tuple(state.factors[p].inside for p in positions), found
 
 
 def _exhaustive(builder: StepBuilder) -> _Taken:
@@ -347,6 +348,11 @@ def _sharing_pairs(builder: StepBuilder, state: StepState) -> set[tuple[int, int
         for some in sharing.values()
         for pair in itertools.combinations(sorted(some[:MOST_SHARING]), 2)
     }
+
+
+def _is_for_another(state: StepState, after: StepState) -> bool:
+    """Whether a step has been scattered through an index of another factor."""
+    return after.target == state.target and not _is_as_before(state, after)
 
 
 def _is_as_before(state: StepState, after: StepState) -> bool:

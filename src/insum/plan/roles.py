@@ -66,6 +66,7 @@ class Roles:
     # variables of a scattered dimension that is kept whole in registers
     absorbed: tuple[str, ...] = ()
     exact: frozenset[str] = frozenset()  # variables whose extents the code may know
+    places: tuple[frozenset[str], ...] = ()  # what each index of the target is read by
 
     @property
     def held(self) -> tuple[str, ...]:
@@ -185,8 +186,9 @@ def _as_dot(roles: Roles, m: str, n: str, k: str) -> Contraction:
     left = tuple(f for f in with_k if f not in right)
     left_on, right_on = (frozenset().union(*(depends[f] for f in side)) for side in (left, right))
     apart = read_with(roles.factors, k)
-    m_axis = _flattened(roles, m, lambda v: v in left_on and v not in right_on, apart)
-    n_axis = _flattened(roles, n, lambda v: v in right_on and v not in left_on, apart)
+    m_apart, n_apart = (apart | _placed_with(roles, other) for other in (n, m))
+    m_axis = _flattened(roles, m, lambda v: v in left_on and v not in right_on, m_apart)
+    n_axis = _flattened(roles, n, lambda v: v in right_on and v not in left_on, n_apart)
     axes = {*m_axis, *n_axis, k}
     summed = [v for v in roles.summed if v not in axes]
     post = tuple(f for f in range(len(depends)) if f not in with_k)
@@ -238,14 +240,19 @@ def read_with(factors: Sequence[Expr], k: str) -> frozenset[str]:
     return frozenset(v for vars_ in reads if k in vars_ for v in vars_)
 
 
+def _placed_with(roles: Roles, v: str) -> frozenset[str]:
+    """Variables that indices of the target are read by together with ``v``."""
+    return frozenset().union(*(place for place in roles.places if v in place))
+
+
 def _flattened(
     roles: Roles, inner: str, alike: Callable[[str], bool], apart: frozenset[str]
 ) -> tuple[str, ...]:
     """The tile axis around ``inner``: while it is short, kept variables that play the same role are
     flattened onto it, the innermost of the target first. What is flattened already goes on while
-    tiles would end beyond it. What index tensors are read by together with the summed variable
-    stays ``apart`` from all but the shortest rows: a tile would read an index for each of its
-    places.
+    tiles would end beyond it. What index tensors are read by together with the summed variable,
+    or those of the target with the other axis, stays ``apart`` from all but the shortest rows: a
+    tile would read an index for each of its places.
     """
     if inner not in roles.kept or roles.extents[inner] >= FLATTEN_UP_TO:
         return (inner,)
@@ -339,12 +346,13 @@ def _beside_row(roles: Roles, axes: set[str]) -> tuple[str, ...]:
 
 def _innermost(roles: Roles, kept: Sequence[str]) -> str:
     """The innermost kept variable, unless it is tiny and another is not; one that a gathered row
-    is read along all the same, for the other would read a row for every number.
+    is read along all the same, for the other would read a row for every number. Of the rows of a
+    segmented output all lie in memory one after the other, and half as much is wide enough.
     """
     if not kept:
         return ""
     inner, widest = kept[-1], max(kept, key=lambda v: roles.extents[v])
-    wide = roles.extents[inner] >= min(16, roles.extents[widest])
+    wide = (2 if roles.row else 1) * roles.extents[inner] >= min(16, roles.extents[widest])
     return inner if wide or _along_gathered_rows(roles, inner, widest) else widest
 
 

@@ -2,8 +2,8 @@
 
 Extents that index tensors run over (nonzeros, edges, voxels) are known by their power of two alone.
 Extents of other variables (channels, columns, sides of blocks) also by what they are multiples of,
-which is what tiles and vector loads ask. Strides are 0, 1, or passed in units that keep 16-byte or
-8-byte loads provable. A plan is made for one class; its kernels are right for every size of it.
+which is what tiles and vector loads ask. Strides are 0, 1, or passed in units that keep loads of
+16, 8 or 4 bytes provable. A plan is made for one class; its kernels are right for every size of it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ MOST_MULTIPLE = 256
 #: Up to so many entries an extent is taken for a side of groups, which stays, although index
 #: tensors run over it.
 FEW = 128
-#: Bytes of the widest load, and of the next narrower one that is worth telling apart.
+#: Bytes of the widest load, of the next narrower one, and of all that are told apart.
 WIDE_LOAD, NARROW_LOAD = 16, 8
+LOADS = (WIDE_LOAD, NARROW_LOAD, 4)
 
 #: Of each dimension how its stride is passed: ``-u`` in units of ``u`` elements. 0, 1 and other
 #: numbers that the code knows are not passed at all.
@@ -143,13 +144,13 @@ class Strides:
 def unit_of(stride: int, itemsize: int, *, vector: bool) -> int:
     """How a stride is passed; ``vector``: values are loaded several at a time.
 
-    >>> [unit_of(s, 2, vector=True) for s in (0, 1, 200, 100, 7)]
-    [0, 1, -8, -4, -1]
+    >>> [unit_of(s, 2, vector=True) for s in (0, 1, 200, 100, 10, 7)]
+    [0, 1, -8, -4, -2, -1]
     """
     if stride in (0, 1):
         return stride
     if vector:
-        for width in (WIDE_LOAD, NARROW_LOAD):
+        for width in LOADS:
             if width > itemsize and stride * itemsize % width == 0:
                 return -(width // itemsize)
     return -1

@@ -55,7 +55,8 @@ class Term:
         taken: names that buffers and variables of our own must not have.
         may_scatter: whether a buffer may be scattered into instead of the output.
         may_index: whether statements before the last may read or write through indices.
-        adds_first: whether a factor may be added up by itself, before it is multiplied.
+        adds_first: whether a factor may be added up by itself, through an index of another that is
+            not the left side's.
         on_cpu: where it runs.
     """
 

@@ -19,11 +19,10 @@ from insum.lang.expr import Access, accesses, tensors_of, variables
 from insum.plan.sizes import (
     BASE,
     FEW,
+    LOADS,
     MOST_MULTIPLE,
-    NARROW_LOAD,
     NEW,
     OUT,
-    WIDE_LOAD,
     Extent,
     SizeClass,
     Strides,
@@ -238,7 +237,7 @@ def _strides_code(
     sizes: Sequence[str], strides: Sequence[str], itemsize: int, vector: bool
 ) -> list[str]:
     found = []
-    units = [w // itemsize for w in (WIDE_LOAD, NARROW_LOAD) if w > itemsize] if vector else []
+    units = [w // itemsize for w in LOADS if w > itemsize] if vector else []
     for k, s in enumerate(strides):
         code = "-1"
         for unit in reversed(units):
