@@ -117,7 +117,7 @@ def test_units_divide_strides(stride: int, itemsize: int, vector: bool) -> None:
         return
     assert unit < 0 and stride % -unit == 0
     width = -unit * itemsize
-    assert unit == -1 or width in (8, 16)
+    assert unit == -1 or width in (4, 8, 16)
     if vector:
         assert unit == -1 or stride * itemsize % width == 0
         assert width == 16 or itemsize == 16 or stride * itemsize % 16 != 0, "as wide as can be"

@@ -67,6 +67,19 @@ class Vectors(nn.Module):
         return torch.cat([(x + dx)[:, None], v + dv], 1)
 
 
+class Gated(nn.Module):
+    """Messages of two halves, of which one opens the other."""
+
+    def __init__(self, c: int) -> None:
+        super().__init__()
+        self.source, self.target = nn.Linear(c, 2 * c), nn.Linear(c, 2 * c)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        source, target = edges
+        value, gate = (self.source(x)[source] + self.target(x)[target]).chunk(2, -1)
+        return x + torch.zeros_like(x).index_add(0, target, value * gate.sigmoid())
+
+
 class Mesh(nn.Module):
     """MeshGraphNet: values of edges are updated, added up at nodes, and both are kept."""
 
@@ -182,6 +195,7 @@ FURTHER: dict[str, Callable[[LayerData], Any]] = {
         g.at_edges(20),
         g.at_edges(3),
     ),
+    "Gated": lambda g: Gated(g.columns),
     "Mesh": lambda g: (Mesh(g.columns), g.at_edges(g.columns)),
     "Attention": lambda g: Attention(g.columns, HEADS),
     "SAGE-network": lambda g: _network(lambda: g.pyg.SAGEConv(g.columns, g.columns), g.columns),

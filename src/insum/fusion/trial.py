@@ -92,7 +92,7 @@ def _check(graph: Graph, before: dict[Node, _Before]) -> None:
     for node in graph.nodes:
         if node in before:
             _check_reads(node, before)
-        elif mode is not None and not _alike(found := _run(node, mode), node.meta.get("val")):
+        elif mode is not None and not alike(found := _run(node, mode), node.meta.get("val")):
             raise Changed(f"{node.name} is {_text(node.meta.get('val'))}, but gives {_text(found)}")
 
 
@@ -103,7 +103,7 @@ def _check_reads(node: Node, before: dict[Node, _Before]) -> None:
         raise Changed(f"{node.name} reads {len(now)} values instead of {len(was)}")
     for old, new in zip(was, now, strict=True):
         expected, found = before[old].meta.get("val"), new.meta.get("val")
-        if old is not new and not _alike(found, expected):
+        if old is not new and not alike(found, expected):
             raise Changed(f"{node.name} reads {_text(found)} instead of {_text(expected)}")
 
 
@@ -125,14 +125,14 @@ def _run(node: Node, mode: Any) -> Any:
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def _alike(a: Any, b: Any) -> bool:
+def alike(a: Any, b: Any) -> bool:
     """Whether two values, or lists of them, cannot be told from each other by shape and kind."""
     match a, b:
         case Tensor(), Tensor():
             kinds = ((v.dtype, v.device, v.layout, v.dim()) for v in (a, b))
             return len({*kinds}) == 1 and all(map(same, a.shape, b.shape)) and _laid_out(a, b)
         case (tuple() | list(), tuple() | list()):
-            return len(a) == len(b) and all(map(_alike, a, b))
+            return len(a) == len(b) and all(map(alike, a, b))
         case (int() | torch.SymInt(), int() | torch.SymInt()):
             return same(a, b)
     return type(a) is type(b)

@@ -106,6 +106,12 @@ def _shares(z: Tensor, p: DrawnTensors) -> Tensor:
     return shares / (_zeros(p, z).index_add(0, p.dst, shares) + 1e-16)[p.dst]
 
 
+def _taken_apart(z: Tensor, p: DrawnTensors) -> Tensor:
+    """And put together in another order."""
+    first, *rest = (z * p.y[p.dst]).tensor_split([1], -1)
+    return torch.cat([*rest, first], -1)
+
+
 # --- plain programs -------------------------------------------------------------------------------
 
 GATHERS: tuple[DrawnGather, ...] = (
@@ -147,6 +153,9 @@ CHANGES: tuple[DrawnChange, ...] = (
     ),
     _shares,
     lambda z, p: z * (z.detach() >= _most(p, z)[p.dst]),
+    lambda z, p: torch.cat([*z.chunk(2, -1)][::-1], -1),
+    _taken_apart,
+    lambda z, p: functional.glu(torch.cat([p.x, p.y], -1)[p.src].to(z.dtype) + z.sum(), -1) + z,
 )
 SCATTERS: tuple[DrawnScatter, ...] = (
     lambda z, p: _zeros(p, z).index_add(0, p.dst, z),
