@@ -67,7 +67,7 @@ class Vectors(nn.Module):
         return torch.cat([(x + dx)[:, None], v + dv], 1)
 
 
-class Gated(nn.Module):
+class OpenedMessages(nn.Module):
     """Messages of two halves, of which one opens the other."""
 
     def __init__(self, c: int) -> None:
@@ -195,7 +195,7 @@ FURTHER: dict[str, Callable[[LayerData], Any]] = {
         g.at_edges(20),
         g.at_edges(3),
     ),
-    "Gated": lambda g: Gated(g.columns),
+    "Gated": lambda g: OpenedMessages(g.columns),
     "Mesh": lambda g: (Mesh(g.columns), g.at_edges(g.columns)),
     "Attention": lambda g: Attention(g.columns, HEADS),
     "SAGE-network": lambda g: _network(lambda: g.pyg.SAGEConv(g.columns, g.columns), g.columns),
