@@ -18,7 +18,9 @@ from torch.autograd import gradcheck, gradgradcheck
 import insum
 from insum.call.prepared import prepare
 from insum.call.request import request_of
-from insum.call.stages import Stage, stages_of
+from insum.call.stages import Stage, layouts_of, stages_of
+from insum.lang.expr import accesses, variables
+from insum.lang.parser import parse
 from insum.plan import order, steps
 from insum.plan.library import is_matrix_product
 from insum.plan.order import Path
@@ -848,3 +850,32 @@ def test_statements_before_the_last_have_no_indices_in_place(
         ]
     assert found[0][0] == "v_X[dst[e],f] = v[e] * X[src[e],f]"
     assert found[1][0] == "X_W[x0,h] = X[x0,f] * W[f,h]"
+
+
+UNEVEN = {
+    # statement, sizes, and what is multiplied first; nothing where one statement is best
+    "a bilinear layer": ("Y[b,o] = A[b,i] * B[o,i,j] * C[b,j]", (2034, 40, 37, 48), (0, 2)),
+    "its gradient": ("Y[o,i,j] = A[b,o] * B[b,i] * C[b,j]", (40, 37, 48, 5000), (1, 2)),
+    "factors of a tensor": ("Y[a,f] = A[a,b,c] * B[b,f] * C[c,f]", (42, 53, 776, 103), (0, 2)),
+    "sides that fill tiles": ("Y[b,o] = A[b,i] * B[o,i,j] * C[b,j]", (2048, 64, 64, 64), None),
+    "what is only scaled": ("Y[i,j] = A[n] * B[n,i] * C[n,j]", (57, 57, 50_000), None),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", UNEVEN)
+def test_dense_factors_whose_sides_no_tile_divides(name: str, dtype: torch.dtype) -> None:
+    """A library takes half the time of one kernel there, whose tiles are half empty."""
+    statement, sizes, first = UNEVEN[name]
+    parsed = parse(statement)
+    names = dict.fromkeys((*variables(parsed.target), *variables(parsed.value)))
+    extents = dict(zip(names, sizes, strict=True))
+    values = {
+        access.tensor: torch.empty([extents[i.var or ""] for i in access.indices], dtype=dtype)
+        for access in accesses(parsed.value)
+    }
+    request = request_of(statement, None, None, ())
+    problem = replace(request.bind(values), device=torch.device("cuda"))
+    found = stages_of(problem, request.form, layouts=layouts_of(problem, values))
+    paths = [stage.positions for stage in found if stage.positions]
+    assert paths == ([] if first is None else [first, (0, 1)])

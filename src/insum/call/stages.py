@@ -12,7 +12,7 @@ copies.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -45,6 +45,8 @@ from insum.runtime.classify import example
 #: Statements of more products than this run as they are.
 MOST_TERMS = 16
 #: Dtypes that matrix units multiply.
+#: Up to so many places a side of a factor is short.
+SHORT_SIDE = 512
 _HALVES = (torch.float16, torch.bfloat16)
 _MULTIPLIED = (torch.float16, torch.bfloat16, torch.float32)
 #: How every tensor of a call lies in memory, by name.
@@ -161,7 +163,7 @@ def stages_of(
     >>> [stage.form.statement for stage in stages_of(problem, request.form)]
     ['A_B[i,k] = A[i,j] * B[j,k]', 'Y[i,l] = A_B[i,k] * C[k,l]']
     """
-    chosen = _Chosen(problem, may_index)
+    chosen = _Chosen(problem, may_index, layouts)
     paths: list[Ordered | None] = []
     if is_orderable(problem, form):
         wish = wish_of(problem, form.optimize)
@@ -176,8 +178,8 @@ def stages_of(
 class _Chosen:
     """Decides on terms, one after the other, so that their names do not meet."""
 
-    def __init__(self, problem: Problem, may_index: bool) -> None:
-        self.problem, self.may_index = problem, may_index
+    def __init__(self, problem: Problem, may_index: bool, layouts: Layouts) -> None:
+        self.problem, self.may_index, self.layouts = problem, may_index, layouts
         self.types = {name: kind.type for name, kind in problem.kinds.items()}
         self.taken = names_of(problem.statement) | set(problem.kinds)
         self.extents = {v: typical(example(n)) for v, n in problem.extents.items()}
@@ -212,7 +214,7 @@ class _Chosen:
         number = infer(term.value, self.types).dtype
         exact = number.is_floating_point or number.is_complex
         loose = [not is_rounded(f, self.types) for f in operands]
-        return Term(
+        found = Term(
             self.problem.statement.target,
             operands,
             frozenset(k for k, f in enumerate(operands) if loose[k] and _has_call(f)),
@@ -227,6 +229,16 @@ class _Chosen:
             # matrix units that read half precision add up what is gathered as quickly as it comes
             adds_first=number not in _HALVES or self.problem.device.type != "cuda",
             on_cpu=self.problem.device.type == "cpu",
+        )
+        uneven = self.has_uneven_sides() and not found.on_cpu and found.is_three_way
+        return replace(found, uneven=uneven)
+
+    def has_uneven_sides(self) -> bool:
+        """Whether short dimensions of dense factors end inside of a load."""
+        return any(
+            not fills and self.shapes[name][dim] <= SHORT_SIDE
+            for name, layout in self.layouts
+            for dim, fills in enumerate(layout.fills)
         )
 
 

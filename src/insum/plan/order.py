@@ -35,6 +35,8 @@ from insum.plan.steps import (
 #: A path is taken on its own account where it is so many times cheaper than one statement; where
 #: its buffers are larger than everything that is read and written, so many times.
 CLEARLY, BY_FAR = 4, 16
+#: Of dense factors whose sides no tile divides, so many times, whatever its buffers.
+UNEVENLY = 1.25
 #: Of two factors nothing is read anew at every point but what the index of one finds: there it is
 #: so many times, where it saves what is worth another call; on a CPU, where a point takes longer,
 #: the second.
@@ -205,11 +207,13 @@ def _is_clear(found: Ordered, together: Ordered, term: Term) -> bool:
     least = WORTH_ON_A_CPU if term.on_cpu else WORTH_A_CALL
     if len(term.factors) == 2 and together.cost - found.cost < least:
         return False
-    better = BY_FAR if found.buffered > arguments else _clearly(term)
-    return found.cost * better <= together.cost
+    large = found.buffered > arguments and not term.uneven
+    return found.cost * (BY_FAR if large else _clearly(term)) <= together.cost
 
 
-def _clearly(term: Term) -> int:
+def _clearly(term: Term) -> float:
+    if term.uneven:
+        return UNEVENLY
     return TWICE if len(term.factors) == 2 else CLEARLY
 
 

@@ -33,6 +33,9 @@ STARTED_ON_A_CPU = 2**19
 #: Of two factors, on a GPU: what a point of a plain matrix product takes, which a library runs, and
 #: one of a product for which numbers are gathered, or spread, one by one, each again and again.
 IN_LIBRARY, ONE_BY_ONE = 1 / 8, 4
+#: And what a point of three dense factors and more takes whose sides no tile divides: most of a
+#: tile may be empty, and all of it is masked.
+UNEVEN = 2
 #: Up to so many factors of one step that read through indices, every way to read them is looked at.
 MOST_OPENED = 3
 #: A buffer is called after what it is made of, up to so many letters.
@@ -58,6 +61,7 @@ class Term:
         adds_first: whether a factor may be added up by itself, through an index of another that is
             not the left side's.
         on_cpu: where it runs.
+        uneven: whether dense factors have short sides that no load divides.
     """
 
     target: Access
@@ -73,6 +77,14 @@ class Term:
     may_index: bool = True
     adds_first: bool = True
     on_cpu: bool = False
+    uneven: bool = False
+
+    @property
+    def is_three_way(self) -> bool:
+        """Whether no factor only scales another, by variables that this has as well."""
+        sides = [set(variables(f)) for f in self.factors]
+        pairs = itertools.permutations(sides, 2)
+        return len(sides) > 2 and not any(one <= other for one, other in pairs)
 
     @property
     def started(self) -> int:
@@ -171,16 +183,20 @@ class StepBuilder:
     ) -> Step:
         points = self.size_of({v for f in (target, *factors) for v in variables(f)})
         moved = written + sum(self.read_by(a) for f in factors for a in accesses(f))
-        # of more factors one kernel is a matrix product as well
-        alike = self.term.on_cpu or len(self.term.factors) > 2
-        weight = 1 if alike else self.weight(target, factors, points)
+        weight = self.weight(target, factors, points)
         cost = weight * points + MOVED * moved + self.term.started
         return Step(target, factors, dims, positions, cost, points)
 
     def weight(self, target: Access, factors: tuple[Expr, ...], points: float) -> float:
         """What a point of a step takes."""
+        several = len(self.term.factors) > 2
+        # of more factors one kernel is a matrix product as well
+        if self.term.on_cpu or several and not self.term.uneven:
+            return 1
         if _is_in_library(target, factors):
             return IN_LIBRARY
+        if several:
+            return UNEVEN if len(factors) > 2 else 1
         parts = (target, *factors) if None not in map(plain_variables, factors) else factors
         picked = (p for p in parts if picks_numbers(p))
         again = any(points > 2 * self.size_of(set(variables(p))) for p in picked)
@@ -379,7 +395,22 @@ def _ways(state: StepState, positions: tuple[int, ...]) -> Iterator[frozenset[in
 
 
 def _is_in_library(target: Access, factors: tuple[Expr, ...]) -> bool:
-    return len(factors) == 2 and is_product_of_matrices(target, *factors)
+    """Whether a step is one product of matrices as they lie in memory: what is summed comes first,
+    or last, in both.
+
+    >>> from insum.lang.parser import parse
+    >>> def looked(text):
+    ...     statement = parse(text)
+    ...     return _is_in_library(statement.target, statement.value.factors)
+    >>> looked("Y[a,b,f] = T[a,b,c] * D[c,f]"), looked("Y[a,c,f] = T[a,b,c] * B[b,f]")
+    (True, False)
+    """
+    if len(factors) != 2 or not is_product_of_matrices(target, *factors):
+        return False
+    one, other = ([*variables(f)] for f in factors)
+    summed = {*one, *other} - {*variables(target)}
+    count = len(summed)
+    return all(summed in ({*names[:count]}, {*names[-count:]}) for names in (one, other))
 
 
 def picks_numbers(part: Expr) -> bool:
