@@ -74,6 +74,7 @@ def page(folder: Path = RESULTS) -> str:
         ("overhead.json", overhead_lines),
         ("gallery.json", gallery_lines),
         ("survey.json", survey_lines),
+        ("survey_drawn.json", drawn_survey_lines),
         ("equivariant.json", equivariant_lines),
         ("fresh.json", new_data_lines),
         ("unet.json", unet_lines),
@@ -113,7 +114,12 @@ def gallery_lines(result: dict[str, Any]) -> list[str]:
     ]
 
 
-def survey_lines(result: dict[str, Any]) -> list[str]:
+def drawn_survey_lines(result: dict[str, Any]) -> list[str]:
+    """The same at sizes that were drawn."""
+    return survey_lines(result, "Survey at sizes that were drawn")
+
+
+def survey_lines(result: dict[str, Any], title: str = "Survey") -> list[str]:
     """Every statement that nobody tuned for, beside the better of eager and compiled PyTorch."""
     (section,) = result["sections"]
     times: dict[tuple[str, str, str], dict[str, float | None]] = {}
@@ -127,7 +133,7 @@ def survey_lines(result: dict[str, Any]) -> list[str]:
     told = "; ".join(
         f"{d} {_spread([r for r in found if r is not None])}" for d, found in ratios.items()
     )
-    lines = ["## Survey", "", _measured(section), ""]
+    lines = [f"## {title}", "", _measured(section), ""]
     lines += [
         "Microseconds, replayed as a CUDA graph, beside the better of eager PyTorch and "
         f"torch.compile; where neither is right, nothing. Times as fast: {told}.",
