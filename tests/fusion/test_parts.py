@@ -64,6 +64,9 @@ TAKEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "what is broadcast has no parts": broadcast,
     "rows that are selected": selected,
     "slices": sliced,
+    "a gated linear unit": lambda x, ends: added(
+        torch.nn.functional.glu(x[ends[0]] * x[ends[1]], -1), ends
+    ),
     "scalars and vectors": vectors,
     "a part that nobody reads": lambda x, ends: added(
         (x[ends[0]] * x[ends[1]]).chunk(4, -1)[2], ends

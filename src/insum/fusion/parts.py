@@ -43,6 +43,9 @@ def rewrite(graph: Graph, wish: str) -> tuple[MovedProduct, ...]:
         return ()
     writer = _PartWriter(graph)
     moved: list[tuple[Node, str]] = []
+    for node in list(graph.nodes):
+        if node.target is aten.glu.default and _is_large(node, wish):
+            writer.spell_out(node)
     for what, work in ((_APART, writer.take_apart), (_TOGETHER, writer.put_off)):
         for node in list(graph.nodes):
             # those that were replaced on the way have no users any more
@@ -66,6 +69,24 @@ class _PartWriter:
         self.made: dict[tuple[Node, int, int], Node] = {}  # parts that were computed already
 
     # --- what is taken apart ---
+
+    def spell_out(self, node: Node) -> None:
+        """A gated linear unit is a function of two halves; in half precision it is rounded once."""
+        source = node.all_input_nodes[0]
+        rank, given = value_of(source).dim(), (*node.args, *node.kwargs.values(), -1)
+        dim: Any = given[1]
+        half = shape_of(node)[dim]
+        wide = value_of(node).dtype in (torch.float32, torch.float64)
+        if not isinstance(half, int) or not wide or not self.reaches(source):
+            return
+        with self.maker.instead_of(node):
+            value, gate = (
+                self.maker.made(aten.slice.Tensor, source, dim % rank, start, start + half)
+                for start in (0, half)
+            )
+            opened = self.maker.made(aten.sigmoid.default, gate)
+            node.replace_all_uses_with(self.maker.made(aten.mul.Tensor, value, opened))
+        self.graph.erase_node(node)
 
     def take_apart(self, node: Node) -> bool:
         """Take the parts of what a node reads, where it is computed of gathered rows and nobody
