@@ -64,6 +64,11 @@ TAKEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "what is broadcast has no parts": broadcast,
     "rows that are selected": selected,
     "slices": sliced,
+    "parts that begin at one place": lambda x, ends: unequal(x, ends),
+    "an empty part": lambda x, ends: (
+        added((p := (x[ends[0]] * x[ends[1]]).split([0, 4, 4], 1))[1] * p[2], ends)
+        + p[0].sigmoid().sum()
+    ),
     "a gated linear unit": lambda x, ends: added(
         torch.nn.functional.glu(x[ends[0]] * x[ends[1]], -1), ends
     ),
@@ -72,6 +77,18 @@ TAKEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         (x[ends[0]] * x[ends[1]]).chunk(4, -1)[2], ends
     ),
 }
+
+
+def unequal(x: Tensor, ends: Tensor) -> Tensor:
+    """Parts that begin at one place, and are not equally long."""
+    whole = x[ends[0]] * x[ends[1]]
+    first, second = whole.chunk(2, -1)
+    return (
+        added(whole[:, :1] * whole[:, :4], ends)
+        + added(first * second, ends)
+        + whole[:, 2:4].sum()
+        + whole[:, 2:].square().sum()
+    )
 
 
 def needed(x: Tensor, ends: Tensor) -> Tensor:
@@ -86,6 +103,10 @@ LEFT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a part is returned": lambda x, ends: (x[ends[0]] * x[ends[1]]).chunk(2, -1)[1],
     "a view of a part is returned": lambda x, ends: (
         (x[ends[0]] * x[ends[1]]).chunk(2, -1)[1].unsqueeze(1)
+    ),
+    "memory is read by places": lambda x, ends: (
+        added((p := (x[ends[0]] * x[ends[1]]).chunk(2, -1))[0], ends).sum()
+        + p[1].as_strided((E, 2), (4, 1), 2).sum(0)
     ),
     "parts of rows": lambda x, ends: added(
         torch.cat([*(x[ends[0]] * x[ends[1]]).split(E // 2, 0)][::-1], 0), ends
@@ -160,4 +181,25 @@ def test_an_input_that_is_written_to() -> None:
     run, _ = compiled(program)
     want = program(x.clone(), ENDS)
     torch.testing.assert_close(run(x.clone(), ENDS), want)
+    assert not insum.fusion.report().failed
+
+
+def test_sums_into_something_wider() -> None:
+    def program(x: Tensor, ends: Tensor, at: Tensor) -> Tensor:
+        rows = torch.cat([x[ends[0]] * x[ends[1]], x[ends[0]]], 1)
+        return x.new_zeros(5, 20).scatter_add(0, at, rows)
+
+    run, _ = compiled(program)
+    agrees(program, run, (leaf(N, F), ENDS, torch.randint(0, 5, (E, 2 * F))))
+    assert not insum.fusion.report().failed
+
+
+def test_a_view_of_what_lies_otherwise() -> None:
+    def program(x: Tensor, ends: Tensor) -> Tensor:
+        part = (x[ends[0]] * x[ends[1]])[:, :, :2]
+        return added(part.permute(0, 2, 1).reshape(E, F), ends)
+
+    run, _ = compiled(program)
+    turned = torch.randn(N, 3, 4).permute(0, 2, 1).requires_grad_()
+    agrees(program, run, (turned, ENDS))
     assert not insum.fusion.report().failed

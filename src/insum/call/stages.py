@@ -262,6 +262,7 @@ class _StageWriter:
     def __init__(self, problem: Problem, form: Form) -> None:
         self.problem, self.form = problem, form
         self.types = {name: kind.type for name, kind in problem.kinds.items()}
+        self.wide: set[str] = set()  # buffers that are wider than what is multiplied
 
     def written(self, paths: list[Ordered | None]) -> tuple[Stage, ...]:
         stages: list[Stage] = []
@@ -299,9 +300,10 @@ class _StageWriter:
         value = product(list(step.factors))
         if isinstance(value, Access) and _is_copy(step.target, value):
             dtype = self.types[value.tensor].dtype
-        elif len(step.factors) == 1:
+        elif len(step.factors) == 1 or self.wide & {a.tensor for a in accesses(value)}:
             # a sum may be too large for half precision where that of the products is not
             dtype = accumulator(dtype)
+            self.wide.add(step.target.tensor)
         real = not infer(value, self.types).dtype.is_complex and dtype.is_complex
         dtype = dtype.to_real() if real else dtype
         self.types[step.target.tensor] = Typed(dtype, 2 if step.dims else 1)

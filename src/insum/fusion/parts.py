@@ -39,7 +39,7 @@ _TOGETHER = "parts that are put side by side and added up: each added up for its
 
 def rewrite(graph: Graph, wish: str) -> tuple[MovedProduct, ...]:
     """Take parts of what is read, and put together what was added up; which that were."""
-    if wish == "never" or later_of(graph).overwritten:
+    if wish == "never" or later_of(graph).overwritten or _reads_storage(graph):
         return ()
     writer = _PartWriter(graph)
     moved: list[tuple[Node, str]] = []
@@ -54,6 +54,11 @@ def rewrite(graph: Graph, wish: str) -> tuple[MovedProduct, ...]:
     return tuple(MovedProduct(node.name, what, where_of(node)) for node, what in moved)
 
 
+def _reads_storage(graph: Graph) -> bool:
+    """Whether some node reads memory by places in it, whatever tensor lies there."""
+    return any("as_strided" in str(node.target) for node in graph.nodes)
+
+
 def _is_large(node: Node, wish: str) -> bool:
     """Whether a chain will take what is computed of it."""
     value = value_of(node)
@@ -66,7 +71,8 @@ class _PartWriter:
     def __init__(self, graph: Graph) -> None:
         self.graph, self.maker = graph, NodeMaker(graph)
         self.reaches = reaching(frozenset())
-        self.made: dict[tuple[Node, int, int], Node] = {}  # parts that were computed already
+        # parts that were computed already: of what, along which dimension, from where, how long
+        self.made: dict[tuple[Node, int, int, int], Node] = {}
 
     # --- what is taken apart ---
 
@@ -100,25 +106,30 @@ class _PartWriter:
             return False
         self.made.clear()
         order = {one: k for k, one in enumerate(self.graph.nodes)}
+        done = False
         for user in sorted(taken, key=lambda user: order[user]):
             with self.maker.instead_of(user):
                 part = self.part(node, *taken[user])
-            self.replace(user, part)
-        sweep(self.graph, [*taken, *node.users, node])
-        return True
+            done |= self.replace(user, part)
+        sweep(self.graph, [*self.made.values(), *taken, *node.users, node])
+        return done
 
-    def replace(self, old: Node, new: Node) -> None:
+    def replace(self, old: Node, new: Node) -> bool:
         """Put a node in the place of another that lies otherwise in memory: what reads it is made
-        anew.
+        anew, unless something of that is returned.
         """
+        readers = _readers(old, value_of(new))
+        if readers is None:
+            return False
         now = {old: new}
-        for reader in _readers(old, value_of(new)) or ():
+        for reader in readers:
             with self.maker.instead_of(reader):
                 given: Any = map_arg((reader.args, reader.kwargs), lambda n: now.get(n, n))
                 now[reader] = self.maker.made(reader.target, *given[0], **given[1])
         for one, other in now.items():
             one.replace_all_uses_with(other)
         sweep(self.graph, [*reversed(now)])
+        return True
 
     def is_apart(self, node: Node, dim: int) -> bool:
         """Whether rows that are gathered below a node have parts along a dimension of it."""
@@ -139,7 +150,7 @@ class _PartWriter:
         """Some columns of a node: computed of such of its operands, where it is computed of
         gathered rows, else a view.
         """
-        key = node, dim, start
+        key = node, dim, start, length
         if key not in self.made:
             self.made[key] = self.new_part(node, dim, start, length)
         return self.made[key]
@@ -244,8 +255,12 @@ def _compact(node: Node) -> torch.Tensor:
 
 def _readers(node: Node, value: torch.Tensor) -> list[Node] | None:
     """What reads a node, and what reads that, as far as another layout of its value changes theirs;
-    None where one of them is returned.
+    None where one of them is returned, or cannot read it.
     """
+    alike_but_for_layout = value.dtype == value_of(node).dtype and all(
+        map(same, value.shape, shape_of(node))
+    )
+    assert alike_but_for_layout, f"{node.name} is replaced by something else"
     values: dict[Node, Any] = {node: value}
     found = []
     for one in node.graph.nodes:
@@ -257,7 +272,10 @@ def _readers(node: Node, value: torch.Tensor) -> list[Node] | None:
         given: Any = map_arg(
             (one.args, one.kwargs), lambda n: values[n] if n in values else n.meta["val"]
         )
-        other = one.target(*given[0], **given[1])
+        try:
+            other = one.target(*given[0], **given[1])
+        except (RuntimeError, ValueError):  # a view of what lies so
+            return None
         if not alike(other, one.meta["val"]):
             values[one] = other
     return found
@@ -420,9 +438,8 @@ def _put(node: Node, dims: Mapping[Node, int]) -> int | None:
     single = len(given) == 1 and given[0] is not None and value_of(given[0]).dim() == 1
     if not single or rest != [True] or base in dims or values not in dims:
         return None
-    same_rank = value_of(node).dim() == value_of(values).dim()  # type: ignore[arg-type]
     dim = dims[values]  # type: ignore[index]
-    return dim if same_rank and dim > 0 else None
+    return dim if dim > 0 and _are_as_wide(node, values, dim) else None
 
 
 def _added(node: Node, dims: Mapping[Node, int]) -> int | None:
@@ -430,7 +447,17 @@ def _added(node: Node, dims: Mapping[Node, int]) -> int | None:
     if base in dims or index in dims or values not in dims:
         return None
     dim = dims[values]  # type: ignore[index]
-    return dim if int(along) % value_of(node).dim() != dim else None  # type: ignore[arg-type]
+    across = int(along) % value_of(node).dim() != dim  # type: ignore[arg-type]
+    wide = _are_as_wide(node, values, dim)
+    if node.target is aten.scatter_add.default:
+        wide = wide and _are_as_wide(node, index, dim)
+    return dim if across and wide else None
+
+
+def _are_as_wide(node: Node, other: Any, dim: int) -> bool:
+    """Whether a tensor has all columns of a node's value."""
+    rank = value_of(node).dim()
+    return value_of(other).dim() == rank and same(shape_of(node)[dim], shape_of(other)[dim])
 
 
 _CARRIES: frozenset[Any] = frozenset({*_POINTWISE, aten.permute.default})
