@@ -167,10 +167,12 @@ def batches(d: SurveyTensors) -> Iterator[Exhibit]:
         leaves=("x", "v"),
         options={"out_shape": (channels, half)},
     )
+    # of nothing there is no largest, and no error
+    all_met = {**ends, "d": torch.cat([torch.arange(n, device=ends["d"].device), ends["d"][n:]])}
     yield Exhibit(
         "largest of neighbours",
         "y[d[e],f] max= x[s[e],f] + w[e,f]",
-        {"x": d.normal(n, width), "w": d.normal(d.e, width), **ends},
+        {"x": d.normal(n, width), "w": d.normal(d.e, width), **all_met},
         lambda x, w, s, d: x.new_full((n, width), -torch.inf).index_reduce(0, d, x[s] + w, "amax"),
         options={"out_shape": (n, width)},
     )

@@ -74,8 +74,9 @@ def _for_dot(plan: Plan, extents: Mapping[str, int], *, along_sum: bool) -> Conf
     if (m, n) == (LARGE_SIDE, LARGE_SIDE) and is_large(plan, extents):
         return Config(m=m, n=2 * n, k=k, warps=8, stages=3)
     if plan.roles.loops and (m, n) == (LARGE_SIDE, LARGE_SIDE) and is_dense(plan):
-        # places in flattened axes, and bounds, take registers
+        # places in flattened axes, bounds, and sides that are products themselves take registers
         several = plan.bounds or len(plan.roles.m) > 1 or len(plan.roles.n) > 1
+        several = several or max(len(plan.roles.left), len(plan.roles.right)) > 1
         return Config(m=m, n=n, k=k, warps=8 if several else 4, stages=3)
     if size == 2 and plan.index_tensors and not plan.segment and plan.onehot < 0:
         few = _for_few_tiles(plan, extents, m, n)

@@ -30,6 +30,8 @@ TINY_ENTRIES = 2**15
 #: Columns up to which rows are narrow, entries from which on they are not short, and bytes that one
 #: warp reads of such rows at once.
 NARROW_ROW, SHORT_ROW, NARROW_BYTES = 32, 6, 4096
+#: Rows of a tile that are no wider than this.
+SHORTEST_ROWS = 16
 #: Numbers of a tile of rows that functions are computed of, and entries of a row in it: more would
 #: take so many registers that too few programs run at once.
 COMPUTED, COMPUTED_ENTRIES = 512, 4
@@ -80,7 +82,8 @@ def for_rows(plan: Plan, extents: Mapping[str, int], *, long: bool) -> Config:
         m = max(1, COMPUTED // (COMPUTED_ENTRIES * n))
         return Config(m=m, n=n, k=COMPUTED_ENTRIES, warps=1, stages=1)
     m = max(1, min(64, 512 // n))
-    if narrow:
+    if narrow:  # an index for each entry of each row takes registers
+        m = min(m, SHORTEST_ROWS) if n <= SHORTEST_ROWS else m
         return Config(m=m, n=n, k=4, warps=1, stages=1)
     if columns % n and wide and n <= 32:  # few threads of a row have something to read
         return Config(m=max(1, m // 2), n=n, k=4, warps=1, stages=1)

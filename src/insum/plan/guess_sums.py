@@ -33,7 +33,7 @@ LONGEST_SUM = 4096
 TURNED = 64
 #: Steps of a window that are read at once, and bytes of all that a tile reads so.
 LONGEST_WINDOW, WINDOW_BYTES = 32, 2**15
-#: Rows of windows that share a tile, and how much of them is read in a step.
+#: Rows of windows that share a tile, and how much of them is read at most in a step.
 SLIDING_ROWS, SLIDING_STEP = 8, 64
 #: Numbers of a row that one thread reads by itself.
 SHORT_ROW = 4
@@ -118,9 +118,11 @@ def _along_rows(tile: SummedTile) -> Config | None:
         k = min(k, 32)
         return Config(m=m, n=8, k=k, warps=max(1, m * 8 * k // 1024), stages=1)
     if m > SLIDING_ROWS and n >= 16 and _slides(tile.plan):
-        k = math.gcd(extent(tile.plan.roles.k, tile.extents), SLIDING_STEP)
-        k = k if k >= 16 else min(tile.k, SLIDING_STEP)
-        return Config(m=SLIDING_ROWS, n=min(n, 32), k=k, warps=2, stages=1)
+        n = min(n, 32)
+        whole = extent(tile.plan.roles.k, tile.extents) == SLIDING_STEP
+        k = SLIDING_STEP if whole else SLIDING_STEP // 4  # sums of several steps take registers
+        warps = 2 if whole else SLIDING_ROWS * n * k // 1024
+        return Config(m=SLIDING_ROWS, n=n, k=k, warps=warps, stages=1)
     # gathered in steps of a load or two, while the next is on its way
     if tile.plan.index_tensors and m == 1 and k == 128 and n >= 16:
         return Config(m=1, n=16, k=32, warps=4, stages=2)
