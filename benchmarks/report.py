@@ -149,7 +149,7 @@ def survey_lines(result: dict[str, Any], title: str = "Survey") -> list[str]:
             cells += [f"{1e3 * t:.1f}" if t else "-" for t in (ours, theirs)]
             cells.append(f"{ratio:.2f}" if ratio else "-")
         lines.append(f"| {case} | {dtype} | {' | '.join(cells)} |")
-    return lines
+    return [*lines, *(line for note in section.get("notes", []) for line in ("", note))]
 
 
 def _best_beside(times: dict[str, float | None]) -> tuple[float | None, float | None, float | None]:
