@@ -203,3 +203,17 @@ def test_a_view_of_what_lies_otherwise() -> None:
     turned = torch.randn(N, 3, 4).permute(0, 2, 1).requires_grad_()
     agrees(program, run, (turned, ENDS))
     assert not insum.fusion.report().failed
+
+
+def test_a_part_of_merged_dimensions() -> None:
+    """A variable over a part is none over all of what a view merges."""
+
+    def program(x: Tensor, ends: Tensor, w: Tensor) -> Tensor:
+        a, b, c = x[ends[0]].sin().chunk(3, 1)
+        whole = torch.cat([b, a.exp(), c], 1)
+        rows = added(whole.flatten(1).reshape(whole.shape), ends)
+        return torch.cat([rows.flatten(), (whole.flatten(1).t() @ w.flatten(1)).flatten()])
+
+    run, _ = compiled(program)
+    agrees(program, run, (leaf(N, 3, F), ENDS, leaf(E, 3, F)), rtol=1e-4, atol=1e-5)
+    assert not insum.fusion.report().failed

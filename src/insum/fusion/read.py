@@ -262,10 +262,13 @@ class ProductReader:
     def check_extents(self, node: Node, at: Indices) -> None:
         """A variable ranges over the whole of every dimension that it stands in."""
         for index, size in zip(at, shape_of(node), strict=True):
-            if index.var is not None:
-                owner, dim = self.extents[index.var]
-                if not same(shape_of(owner)[dim], size):
-                    raise Stop(f"a part of {node.name} is read")
+            self.check_whole(index, size, node)
+
+    def check_whole(self, index: Affine, size: Size, node: Node) -> None:
+        if index.var is not None:
+            owner, dim = self.extents[index.var]
+            if not same(shape_of(owner)[dim], size):
+                raise Stop(f"a part of {node.name} is read")
 
     def check_there(self, node: Node) -> None:
         if self.around.backward and node in self.around.overwritten:
@@ -384,6 +387,7 @@ def _merged(reader: ProductReader, node: Node, at: Indices) -> tuple[Node, Indic
         if len(group) == 1:
             inner[group[0]] = at[place]
             continue
+        reader.check_whole(at[place], shape_of(node)[place], node)
         for dim, part in zip(group, reader.split(at[place], source, group), strict=True):
             inner[dim] = part
     return source, tuple(inner)
