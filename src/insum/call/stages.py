@@ -36,6 +36,7 @@ from insum.lang.expr import (
     variables,
 )
 from insum.lang.types import Typed, accumulator, infer, is_rounded, promoted
+from insum.plan.library import HALVES
 from insum.plan.order import CannotOrder, Ordered, Path, is_worth_an_order, ordered
 from insum.plan.path import NEVER, is_path, operands_of, wish_of
 from insum.plan.sizes import MemoryLayout, layout_of, typical
@@ -47,7 +48,6 @@ MOST_TERMS = 16
 #: Dtypes that matrix units multiply.
 #: Up to so many places a side of a factor is short.
 SHORT_SIDE = 512
-_HALVES = (torch.float16, torch.bfloat16)
 _MULTIPLIED = (torch.float16, torch.bfloat16, torch.float32)
 #: How every tensor of a call lies in memory, by name.
 Layouts: TypeAlias = tuple[tuple[str, MemoryLayout], ...]
@@ -227,7 +227,7 @@ class _Chosen:
             may_scatter=len(self.problem.terms) == 1,
             may_index=self.may_index,
             # matrix units that read half precision add up what is gathered as quickly as it comes
-            adds_first=number not in _HALVES or self.problem.device.type != "cuda",
+            adds_first=number not in HALVES or self.problem.device.type != "cuda",
             on_cpu=self.problem.device.type == "cpu",
         )
         uneven = self.has_uneven_sides() and not found.on_cpu and found.is_three_way
@@ -292,7 +292,7 @@ class _StageWriter:
         nothing wider at their speed.
         """
         dtype = promoted(infer(term.value, self.types).dtype, self.problem.dtype)
-        if self.problem.device.type == "cuda" and dtype in _HALVES:
+        if self.problem.device.type == "cuda" and dtype in HALVES:
             return dtype
         return accumulator(dtype)
 

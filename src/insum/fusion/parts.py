@@ -1,16 +1,15 @@
 """Parts: programs compute several things as columns of one tensor, and take it apart:
-``a, b = (x[src] * w).chunk(2, -1)``. In the backward pass gradients of parts are put side by side.
+``a, b = (x[src] * w).chunk(2, -1)``.
 
-A statement reads tensors and writes one, so that what is taken apart, or put together, would be
-written first, at every edge. Parts may as well be taken of what is read, where they are views, and
-computed each for itself; and what is put together may stay apart until it was added up.
+A statement reads whole tensors, so that what is taken apart would be written first, at every edge.
+Parts may as well be taken of what is read, where they are views, and computed each for itself.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -30,28 +29,28 @@ from insum.fusion.trial import alike
 aten, prims = torch.ops.aten, torch.ops.prims
 _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 _INDEX = (aten.index.Tensor, aten._unsafe_index.Tensor)
-_PUT = (aten.index_put.default, aten._unsafe_index_put.default)
-_ADD = (aten.index_add.default, aten.scatter_add.default)
-_POINTWISE = (SPELL.keys() | PRODUCTS.keys()) | {prims.convert_element_type.default}
-_APART = "what is computed of gathered rows and taken apart: its parts, each for itself"
-_TOGETHER = "parts that are put side by side and added up: each added up for itself"
+POINTWISE = (SPELL.keys() | PRODUCTS.keys()) | {prims.convert_element_type.default}
+_WHAT = "what is computed of gathered rows and taken apart: its parts, each for itself"
 
 
 def rewrite(graph: Graph, wish: str) -> tuple[MovedProduct, ...]:
-    """Take parts of what is read, and put together what was added up; which that were."""
-    if wish == "never" or later_of(graph).overwritten or _reads_storage(graph):
+    """Take parts of what is read; of which nodes that was."""
+    if not may_move(graph, wish):
         return ()
-    writer = _PartWriter(graph)
-    moved: list[tuple[Node, str]] = []
+    writer, moved = PartWriter(graph), list[MovedProduct]()
     for node in list(graph.nodes):
-        if node.target is aten.glu.default and _is_large(node, wish):
+        if node.target is aten.glu.default and is_large(node, wish):
             writer.spell_out(node)
-    for what, work in ((_APART, writer.take_apart), (_TOGETHER, writer.put_off)):
-        for node in list(graph.nodes):
-            # those that were replaced on the way have no users any more
-            if node.users and _is_tensor(node) and _is_large(node, wish) and work(node):
-                moved.append((node, what))
-    return tuple(MovedProduct(node.name, what, where_of(node)) for node, what in moved)
+    for node in list(graph.nodes):
+        # those that were replaced on the way have no users any more
+        if node.users and is_large(node, wish) and writer.take_apart(node):
+            moved.append(MovedProduct(node.name, _WHAT, where_of(node)))
+    return tuple(moved)
+
+
+def may_move(graph: Graph, wish: str) -> bool:
+    """Whether values of a graph may lie elsewhere in memory than they do, and be read later."""
+    return wish != "never" and not later_of(graph).overwritten and not _reads_storage(graph)
 
 
 def _reads_storage(graph: Graph) -> bool:
@@ -59,22 +58,22 @@ def _reads_storage(graph: Graph) -> bool:
     return any("as_strided" in str(node.target) for node in graph.nodes)
 
 
-def _is_large(node: Node, wish: str) -> bool:
-    """Whether a chain will take what is computed of it."""
-    value = value_of(node)
-    if wish == "always":
-        return True
-    return value.device.type == "cuda" and points(shape_of(node)) >= least_scatter(node)
+def is_large(node: Node, wish: str) -> bool:
+    """Whether a node is a tensor, and a chain will take what is computed of it."""
+    if not _is_tensor(node) or wish == "always":
+        return _is_tensor(node)
+    large = points(shape_of(node)) >= least_scatter(node)
+    return large and value_of(node).device.type == "cuda"
 
 
-class _PartWriter:
+class PartWriter:
+    """Makes parts of nodes, and puts them in the place of what reads them."""
+
     def __init__(self, graph: Graph) -> None:
         self.graph, self.maker = graph, NodeMaker(graph)
         self.reaches = reaching(frozenset())
         # parts that were computed already: of what, along which dimension, from where, how long
         self.made: dict[tuple[Node, int, int, int], Node] = {}
-
-    # --- what is taken apart ---
 
     def spell_out(self, node: Node) -> None:
         """A gated linear unit is a function of two halves; in half precision it is rounded once."""
@@ -98,7 +97,7 @@ class _PartWriter:
         """Take the parts of what a node reads, where it is computed of gathered rows and nobody
         reads all of it.
         """
-        computed = node.target in (*_POINTWISE, *_INDEX) and self.reaches(node)
+        computed = node.target in (*POINTWISE, *_INDEX) and self.reaches(node)
         taken = _taken(node) if computed else None
         if not taken or not all(self.is_apart(node, dim) for dim, *_ in taken.values()):
             return False
@@ -139,7 +138,7 @@ class _PartWriter:
             if (node, dim) in looked or not self.reaches(node):
                 return True
             looked[node, dim] = None
-            if node.target not in _POINTWISE:
+            if node.target not in POINTWISE:
                 return _gathered_from(node, dim) is not None
             read = filter(_is_tensor, node.all_input_nodes)
             return all(at < 0 or look(one, at) for one, at in _aligned(node, dim, read))
@@ -156,7 +155,7 @@ class _PartWriter:
         return self.made[key]
 
     def new_part(self, node: Node, dim: int, start: int, length: int) -> Node:
-        if node.target in _POINTWISE and self.reaches(node):
+        if node.target in POINTWISE and self.reaches(node):
             operand = functools.partial(self.operand, node, dim, start, length)
             arguments, named = map_arg((node.args, node.kwargs), operand)
             return self.maker.made(node.target, *arguments, **named)
@@ -172,63 +171,6 @@ class _PartWriter:
         ((_, at),) = _aligned(node, dim, [one]) if _is_tensor(one) else ((one, -1),)
         whole = at < 0 or same(shape_of(one)[at], 1)
         return one if whole else self.part(one, at, start, length)
-
-    # --- what is put together ---
-
-    def put_off(self, node: Node) -> bool:
-        """Put a node's parts together behind what reads them, where all of that adds them up."""
-        if node.target is not aten.cat.default:
-            return False
-        parts, dim = _concatenated(node)
-        if dim is None or not any(map(self.reaches, parts)):
-            return False
-        found = _carried(node, dim)
-        if found is None:
-            return False
-        dims, ends = found
-        self.made.clear()
-        pieces = {node: parts}
-        sizes = [int(shape_of(part)[dim]) for part in parts]
-        for one in dims:
-            if one is node:
-                continue
-            with self.maker.instead_of(one):
-                pieces[one] = list(self.pieces_of(one, pieces, dims, sizes))
-                if one in ends:
-                    one.replace_all_uses_with(
-                        self.maker.made(aten.cat.default, pieces[one], dims[one])
-                    )
-        sweep(self.graph, [*reversed(dims)])
-        return True
-
-    def pieces_of(
-        self,
-        node: Node,
-        pieces: Mapping[Node, list[Node]],
-        dims: Mapping[Node, int],
-        sizes: list[int],
-    ) -> Iterator[Node]:
-        """A node of each of the parts; what it reads beside them, in parts as well."""
-        for number, size in enumerate(sizes):
-            beside = functools.partial(self.beside, node, dims[node], sum(sizes[:number]), size)
-
-            def operand(one: Node, number: int = number, beside: Any = beside) -> Any:
-                return pieces[one][number] if one in pieces else beside(one)
-
-            arguments, named = map_arg((node.args, node.kwargs), operand)
-            yield self.maker.made(node.target, *arguments, **named)
-
-    def beside(self, node: Node, dim: int, start: int, size: int, one: Node) -> Node:
-        """What a node reads beside parts along ``dim``, where these are the next ``size``."""
-        if node.target in _POINTWISE:
-            return self.operand(node, dim, start, size, one)
-        if node.target not in (*_PUT, *_ADD) or value_of(one).dim() != value_of(node).dim():
-            return one  # a matrix, or an index of rows
-        if one.target is aten.full.default:  # as zeros are known that are added to
-            shape: list[Any] = list(one.args[0])  # type: ignore[arg-type]
-            shape[dim] = size
-            return self.maker.made(one.target, shape, *one.args[1:], **one.kwargs)
-        return self.part(one, dim, start, size)
 
 
 def _aligned(node: Node, dim: int, operands: Iterable[Node]) -> list[tuple[Node, int]]:
@@ -344,128 +286,3 @@ def _gathered_from(node: Node, dim: int) -> tuple[Node, int] | None:
     if node.target is aten.index_select.default and int(given[1]) % value_of(node).dim() != dim:
         return given[0], dim
     return None
-
-
-def _concatenated(node: Node) -> tuple[list[Node], int | None]:
-    """The parts of a concatenation, and along which dimension, where all lengths are known."""
-    given: Any = node.args
-    parts = list(given[0])
-    dim = given[1] if len(given) > 1 else node.kwargs.get("dim", 0)
-    alike = all(value_of(part).dim() == value_of(node).dim() for part in parts)
-    if not isinstance(dim, int) or not alike:
-        return parts, None
-    dim %= value_of(node).dim()
-    known = all(isinstance(shape_of(part)[dim], int) for part in parts)
-    dtypes = {value_of(part).dtype for part in parts}
-    return parts, dim if known and len(dtypes) == 1 and len(parts) > 1 else None
-
-
-def _carried(node: Node, dim: int) -> tuple[dict[Node, int], set[Node]] | None:
-    """All that is computed of parts side by side, in order and with the dimension that they lie
-    along, and where they are added up; None where one of them needs the whole, or where nothing is
-    scattered.
-    """
-    dims, ends = {node: dim}, set[Node]()
-    after = False
-    for one in node.graph.nodes:
-        after = after or one is node
-        if not after or one is node:
-            continue
-        read = [n for n in one.all_input_nodes if n in dims and n not in ends]
-        if not read:
-            continue
-        rule = _RULES.get(one.target) if one.op == "call_function" else None
-        found = rule(one, dims) if rule is not None else None
-        if found is None:
-            return None
-        dims[one] = found
-        if one.target not in _CARRIES:
-            ends.add(one)
-    scattered = any(one.target in (*_PUT, *_ADD) for one in ends)
-    smaller = all(2 * points(shape_of(one)) <= points(shape_of(node)) for one in ends)
-    return (dims, ends) if scattered and smaller else None
-
-
-#: The dimension of a node's value along which parts lie, given those of what it reads; None: it
-#: needs them as a whole.
-CarryRule = Callable[[Node, Mapping[Node, int]], int | None]
-
-
-def _along(node: Node, dims: Mapping[Node, int]) -> int | None:
-    """Point by point; what is broadcast along the dimension has no parts."""
-    rank, width = value_of(node).dim(), None
-    found = set()
-    for one in node.all_input_nodes:
-        if one in dims:
-            found.add(dims[one] + rank - value_of(one).dim())
-            width = shape_of(one)[dims[one]]
-    (dim,) = found if len(found) == 1 else (None,)
-    return (
-        dim if dim is not None and width is not None and same(shape_of(node)[dim], width) else None
-    )
-
-
-def _turned(node: Node, dims: Mapping[Node, int]) -> int | None:
-    given: Any = node.args
-    rank = value_of(node).dim()
-    return [int(d) % rank for d in given[1]].index(dims[given[0]])
-
-
-def _summed(node: Node, dims: Mapping[Node, int]) -> int | None:
-    given: Any = node.args
-    rank, dim = value_of(given[0]).dim(), dims[given[0]]
-    over = {int(d) % rank for d in given[1] or range(rank)}
-    keeps = bool(given[2]) if len(given) > 2 else bool(node.kwargs.get("keepdim", False))
-    if dim in over:
-        return None
-    return dim if keeps else dim - sum(d < dim for d in over)
-
-
-def _multiplied(node: Node, dims: Mapping[Node, int]) -> int | None:
-    """The rows of the left matrix, or the columns of the right one."""
-    left, right = node.all_input_nodes if len(node.all_input_nodes) == 2 else (None, None)
-    if left in dims and right in dims:
-        return None
-    if left is not None and left in dims:
-        return 0 if dims[left] == 0 else None
-    return 1 if right is not None and right in dims and dims[right] == 1 else None
-
-
-def _put(node: Node, dims: Mapping[Node, int]) -> int | None:
-    """Rows that one index finds."""
-    base, indices, values, *rest = node.args
-    given: Any = indices
-    single = len(given) == 1 and given[0] is not None and value_of(given[0]).dim() == 1
-    if not single or rest != [True] or base in dims or values not in dims:
-        return None
-    dim = dims[values]  # type: ignore[index]
-    return dim if dim > 0 and _are_as_wide(node, values, dim) else None
-
-
-def _added(node: Node, dims: Mapping[Node, int]) -> int | None:
-    base, along, index, values, *_ = node.args
-    if base in dims or index in dims or values not in dims:
-        return None
-    dim = dims[values]  # type: ignore[index]
-    across = int(along) % value_of(node).dim() != dim  # type: ignore[arg-type]
-    wide = _are_as_wide(node, values, dim)
-    if node.target is aten.scatter_add.default:
-        wide = wide and _are_as_wide(node, index, dim)
-    return dim if across and wide else None
-
-
-def _are_as_wide(node: Node, other: Any, dim: int) -> bool:
-    """Whether a tensor has all columns of a node's value."""
-    rank = value_of(node).dim()
-    return value_of(other).dim() == rank and same(shape_of(node)[dim], shape_of(other)[dim])
-
-
-_CARRIES: frozenset[Any] = frozenset({*_POINTWISE, aten.permute.default})
-_RULES: dict[Any, CarryRule] = {
-    **dict.fromkeys(_POINTWISE, _along),
-    aten.permute.default: _turned,
-    aten.sum.dim_IntList: _summed,
-    aten.mm.default: _multiplied,
-    **dict.fromkeys(_PUT, _put),
-    **dict.fromkeys(_ADD, _added),
-}

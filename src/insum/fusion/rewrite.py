@@ -12,7 +12,7 @@ import torch
 from torch.fx import Graph, Node
 
 from insum.compat.compiler import functional_call
-from insum.fusion import means, parts, products, sampled, sequences, series
+from insum.fusion import means, parts, products, sampled, sequences, series, side_by_side
 from insum.fusion.chains import Chains, find
 from insum.fusion.cost import objection
 from insum.fusion.hoist import hoist, still_waited_for, sweep
@@ -77,7 +77,12 @@ def fuse(graph: Graph, wish: str = "", *, captured: bool = False) -> Report:
     stages["chains"] = functools.partial(_replace_each, captured=captured)
     asked = wish or settings.fuse
     moved = none = tuple[MovedProduct, ...]()
-    early = {"matrices at places": sampled, "means": means, "parts": parts}
+    early = {
+        "matrices at places": sampled,
+        "means": means,
+        "parts": parts,
+        "side by side": side_by_side,
+    }
     for name, work in early.items():
         moved += trial.run(name, functools.partial(work.rewrite, graph, asked), none)
     search = functools.partial(_worth_it, graph, wish, captured)

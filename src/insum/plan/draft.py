@@ -17,6 +17,7 @@ from insum.lang.bind import Problem
 from insum.lang.expand import ProductTerm
 from insum.lang.expr import Access, Expr, accesses, fresh, names_of, variables
 from insum.lang.types import NARROW_FLOATS, infer, promoted, widened
+from insum.plan.library import HALVES
 from insum.plan.plan import Bound, Plan, Segment
 from insum.plan.questions import Ask, AskExact, AskFacts, AskInside, Known
 from insum.plan.recipes import Packed, PackedByStep, RecipeArray, RowRecipe, SizeExpr
@@ -419,9 +420,8 @@ def _precision(subject: Subject, used: set[str]) -> str:
     parts that half precision has not are lost anyway: one product does.
     """
     kinds, precision = subject.problem.kinds, subject.wishes.precision
-    halves = (torch.float16, torch.bfloat16)
-    read = any(kinds[name].dtype in halves for name in used if name in kinds)
-    half = read and subject.problem.dtype in halves
+    read = any(kinds[name].dtype in HALVES for name in used if name in kinds)
+    half = read and subject.problem.dtype in HALVES
     return "tf32" if half and precision == "tf32x3" else precision
 
 

@@ -117,7 +117,7 @@ def _along_rows(tile: SummedTile) -> Config | None:
         # what lies beside each other, or is shared by several sums, in steps
         k = min(k, 32)
         return Config(m=m, n=8, k=k, warps=max(1, m * 8 * k // 1024), stages=1)
-    if m > SLIDING_ROWS and n >= 16 and _slides(tile.plan):
+    if m > SLIDING_ROWS and n >= 16 and _adds_up(tile.plan, tile.plan.roles.m, tile.plan.roles.n):
         n = min(n, 32)
         whole = extent(tile.plan.roles.k, tile.extents) == SLIDING_STEP
         k = SLIDING_STEP if whole else SLIDING_STEP // 4  # sums of several steps take registers
@@ -208,7 +208,7 @@ def _number_by_number(tile: SummedTile) -> Config | None:
 def _windows(tile: SummedTile) -> Config | None:
     """Sums of what lies before each other: all of a sum at once, of as many as registers hold."""
     plan, n, k = tile.plan, tile.n, tile.k
-    if not 1 < k <= LONGEST_WINDOW or n < 32 or not _moves_along(plan):
+    if not 1 < k <= LONGEST_WINDOW or n < 32 or not _adds_up(plan, plan.roles.m, plan.roles.k):
         return None
     m = max(1, min(tile.m, WINDOW_BYTES // (n * k * row_bytes(plan))))
     return Config(m=m, n=n, k=k, warps=4, stages=1)
@@ -278,19 +278,9 @@ def _reads_apart(plan: Plan) -> bool:
     return any(any(True for _ in accesses(i)) and {*plan.roles.n} & {*variables(i)} for i in ends)
 
 
-def _moves_along(plan: Plan) -> bool:
-    """Whether rows are read where an output and a step of its sum add up to."""
-    kept, summed = {*plan.roles.m}, {*plan.roles.k}
-    places = (i for f in plan.factors for a in accesses(f) for i in a.indices[:-1])
-    names = ({*variables(i)} for i in places if not any(accesses(i)))
-    return any(kept & one and summed & one for one in names)
-
-
-def _slides(plan: Plan) -> bool:
-    """Whether rows are read where places along M and N add up to: windows that lie over each
-    other.
-    """
-    along, across = {*plan.roles.m}, {*plan.roles.n}
+def _adds_up(plan: Plan, one_axis: tuple[str, ...], other: tuple[str, ...]) -> bool:
+    """Whether rows are read where places along two axes add up to: windows over each other."""
+    along, across = {*one_axis}, {*other}
     places = (i for f in plan.factors for a in accesses(f) for i in a.indices[:-1])
     names = ({*variables(i)} for i in places if not any(accesses(i)))
     return any(along & one and across & one for one in names)

@@ -13,8 +13,8 @@ from insum.lang.expr import Access, Expr, Number
 
 #: Said where a statement is left to the library.
 WHY = "a product of two dense tensors, without indices: cuBLAS runs it, through the graph"
-_HALVES = (torch.float16, torch.bfloat16)
-_DTYPES = (*_HALVES, torch.float32, torch.float64)
+HALVES = (torch.float16, torch.bfloat16)
+_DTYPES = (*HALVES, torch.float32, torch.float64)
 
 
 def is_left_to_library(problem: Problem, *, accumulates: bool) -> bool:
@@ -84,7 +84,7 @@ def _fits(problem: Problem, factors: Sequence[Expr], more: bool) -> bool:
     dtypes = {problem.kinds[f.tensor].dtype for f in factors if isinstance(f, Access)}
     if dtypes != {problem.dtype} or problem.dtype not in _DTYPES:
         return False
-    return problem.dtype not in _HALVES or not more
+    return problem.dtype not in HALVES or not more
 
 
 def plain_variables(access: Expr) -> set[str] | None:
