@@ -31,7 +31,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(copying, "LEAST_POINTS", 1)
     monkeypatch.setattr(fitting, "LEAST_READS", 0)
     monkeypatch.setattr(fitting, "LEAST_TURNED", 0)
-    monkeypatch.setattr(aligning, "LEAST_GATHERS", 2**31)
+    monkeypatch.setattr(aligning, "LEAST_READS", 2**31)
     monkeypatch.setattr("insum.call.prepared._forms", {})
     monkeypatch.setattr("insum.call.lookup._fronts", {})
     poison_new_memory(monkeypatch)
@@ -217,7 +217,7 @@ def test_exported_programs_copy_too() -> None:
 
 @pytest.fixture
 def gathered_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aligning, "LEAST_GATHERS", 0)
+    monkeypatch.setattr(aligning, "LEAST_READS", 0)
 
 
 def reads_aligned(program: Program) -> bool:

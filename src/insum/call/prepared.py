@@ -28,7 +28,7 @@ from insum.compat.tensors import kinds_guard
 from insum.lang.bind import Problem, Value
 from insum.lang.expr import Access, accesses, tensors_of
 from insum.lang.measure import Measure, measure_of
-from insum.plan.library import is_left_to_library
+from insum.plan.library import is_left_to_library, may_be_left_to_library
 from insum.plan.path import is_path
 from insum.plan.uses import Use, uses_of
 from insum.settings import SettingValues, settings
@@ -301,6 +301,7 @@ def _prepare(
     accumulates = left.operator != "=" and (in_place or initial is not None)
     fusable = is_fusable(problem, now, form.config is not None, accumulates=accumulates)
     copyable = fusable and is_copyable(problem, form)
+    copyable = copyable and not may_be_left_to_library(problem, accumulates=accumulates)
     uses = uses_of(problem, form.wraps)
     orderable = copyable or is_orderable(problem, form)
     on_host = now.backend == "auto" and not fusable and problem.device.type == "cpu"

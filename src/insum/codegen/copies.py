@@ -14,6 +14,7 @@ from insum.codegen.ir import (
     as_tile,
     cdiv,
     chain,
+    combine,
     load,
     loop,
     store,
@@ -23,7 +24,7 @@ from insum.lang.expr import Access
 from insum.plan.aligning import Alignment
 from insum.plan.fitting import FITTED_ROW, FITTED_ROWS, UNIT, Fit
 from insum.plan.plan import Plan
-from insum.plan.sizes import ALIGNED, FITTED
+from insum.plan.sizes import FITTED
 
 #: Numbers that a program copies, and of a row at once.
 COPIED, AT_ONCE = 2048, 256
@@ -144,28 +145,35 @@ def _copied(
 def emit_aligning(plan: Plan, alignment: Alignment, units: dict[str, int]) -> Kernel:
     """Copies a factor; ``units``: in which extents are passed."""
     name = kernel_name(plan.statement, f"copies_{alignment.tensor}"[:20])
-    unit = units.get(alignment.var, 1)
+    tensor, unit = alignment.tensor, units.get(alignment.var, 1)
     extent = ExtentArgument(alignment.var, unit)
-    step = -dict(plan.strides)[alignment.tensor].units[0]
-    length, stride = Length(alignment.tensor, 0), Stride(alignment.tensor, 0, step)
-    pointers = Pointer(alignment.tensor), Pointer(ALIGNED)
-    every = (*pointers, length, stride, extent)
-    arguments: dict[str, Argument] = {one.name: one for one in every}
+    steps = [-step for step in dict(plan.strides)[tensor].units[:-1]]
+    lengths = [Length(tensor, dim) for dim in range(len(steps))]
+    strides = [Stride(tensor, dim, step) for dim, step in enumerate(steps)]
+    pointers = Pointer(tensor), Pointer(alignment.name)
+    every: tuple[Argument, ...] = (*pointers, *lengths, *strides, extent)
+    arguments = {one.name: one for one in every}
     row, end = alignment.row, alignment.tile
     count, columns = rows_at_once(row), min(row, AT_ONCE)
     source, target = (Named(one.name) for one in pointers)
-    at, column = _AT, _COLUMN
-    wide, step_of_rows = Named("wide"), Named(stride.name) * step
+    places: list[Tile] = [_AT]
+    if len(steps) == 2:  # rows of a matrix follow each other, to as many as there may be
+        places = [_AT // alignment.middle, _AT % alignment.middle]
+    inside = [place < Named(one.name) for place, one in zip(places, lengths, strict=True)]
+    offsets = [
+        place * (Named(one.name) * one.unit) for place, one in zip(places, strides, strict=True)
+    ]
+    column, wide = _COLUMN, Named("wide")
     body: list[KernelLine] = [
         _first_rows(plan, count),
-        Assignment(_THERE.name, at < Named(length.name)),
+        Assignment(_THERE.name, combine(inside, "&")),
         Assignment(wide.name, Named(extent.name) * unit),
         # beyond the tiles of the product nothing is read
         loop(
             *("first", 0, cdiv(wide, end) * end, columns),
             body=_copied(
                 columns,
-                chain("+", source, (_AT * step_of_rows).over(_BLOCK), _COLUMN),
+                chain("+", source, *(one.over(_BLOCK) for one in offsets), _COLUMN),
                 _THERE & (column < wide),
                 chain("+", target, (_AT * row).over(_BLOCK), _COLUMN),
                 _THERE,

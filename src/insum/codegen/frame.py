@@ -80,6 +80,7 @@ class Frame:
     # by where a padded index is there, what else then holds
     implied: dict[Tile, set[Tile]] = field(default_factory=dict)
     least: Tile | None = None  # the least index that is one, by place of the K axis
+    row_mask: Tile | None = None  # where a copy has rows, to the ends of loads
     arguments: dict[str, Argument] = field(default_factory=dict)
     counters: list[Tile] = field(default_factory=list)  # how often each loop runs, outermost first
     index_lines: list[Assignment] = field(default_factory=list)  # index loads of stage 2

@@ -19,6 +19,7 @@ from insum.codegen.ir import (
     TileAxes,
     apply,
     as_tile,
+    cdiv,
     chain,
     combine,
     distinct,
@@ -45,7 +46,8 @@ from insum.lang.expr import (
 from insum.lang.types import Typed, accumulator, call_type, deciding, infer, is_rounded
 from insum.plan.draft import TRITON
 from insum.plan.fitting import FITTED_ROW, FITTED_ROWS
-from insum.plan.sizes import ALIGNED, FITTED
+from insum.plan.sizes import ALIGNED, ALSO_ALIGNED, FITTED, WIDE_LOAD
+from insum.plan.tiling import BYTES
 
 
 class Reads:
@@ -164,7 +166,7 @@ class Reads:
 
     def mask_of(self, access: Access, offset: Tile, *, as_index: bool) -> Tile | None:
         masks = [
-            m
+            self.row_mask(access) if axis == "N" and self.ends_with_load(access) else m
             for axis, m in self.frame.masks.items()
             if axis in offset.axes
             and set(m.axes) <= set(offset.axes)
@@ -207,10 +209,24 @@ class Reads:
         end elsewhere.
         """
         roles = self.plan.roles
-        if access.tensor == ALIGNED:
+        if self.ends_with_load(access):
+            return False
+        if access.tensor in (ALIGNED, ALSO_ALIGNED):
             walked = {"M": roles.m, "N": roles.n, "K": roles.k}.get(axis, ())
-            return walked == (access.indices[1].var,)
+            return walked == (access.indices[-1].var,)
         return access.tensor == FITTED and (axis != "K" or len(roles.k) == 1)
+
+    def ends_with_load(self, access: Access) -> bool:
+        """Whether an access is to a copy of rows that go on to the ends of widest loads."""
+        return access.tensor == ALIGNED and not self.plan.roles.dot
+
+    def row_mask(self, access: Access) -> Tile:
+        """Where the rows of such a copy are: the same for all numbers of a load."""
+        (var,), wide = self.plan.roles.n, WIDE_LOAD // BYTES[dict(self.plan.kinds)[access.tensor]]
+        if self.frame.row_mask is None:
+            inside = self.frame.vars[var] < cdiv(self.frame.size(var), wide) * wide
+            self.frame.row_mask = self.frame.assign(0, "row_ok", inside)
+        return self.frame.row_mask
 
     def absent_masks(self, access: Access, offset: Tile) -> list[Tile]:
         """Points that some padded index marks as absent: their values are not read, unless several

@@ -1,5 +1,5 @@
-"""Copying: what `fitting` and `aligning` share, which both copy a factor of a large matrix product
-before it is read again and again.
+"""Copying: what `fitting` and `aligning` share, which both copy a factor that is read again and
+again.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def is_apart(plan: Plan, read: Access) -> bool:
         and read.tensor not in dict(plan.views)
         and not unchecked & {read.tensor, *inner}
         and not inner & plan.wraps
-        and dict(plan.kinds)[read.tensor] == plan.operand
+        and plan.operand in ("", dict(plan.kinds)[read.tensor])
     )
 
 

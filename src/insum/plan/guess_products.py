@@ -147,8 +147,27 @@ def _in_shallow_steps(plan: Plan, extents: Mapping[str, int], m: int, n: int) ->
     return Config(m=m, n=n, k=k, warps=4, stages=3)
 
 
+def _of_a_long_sum(plan: Plan, extents: Mapping[str, int], m: int, n: int) -> Config | None:
+    """A long sum over entries is cut into pieces, which fill a device: tiles as large as the output
+    is, so that what is gathered is read once.
+    """
+    if plan.segment or plan.onehot >= 0 or plan.strategy != "store" or not plan.index_tensors:
+        return None
+    if BYTES.get(plan.operand, 4) != 2 or extent(plan.roles.k, extents) < LONG_SUM:
+        return None
+    if len(plan.roles.k) > 1 or _programs(plan, extents, m, n) >= ENOUGH_PROGRAMS // 2:
+        return None
+    return Config(m=m, n=n, k=HIGH, warps=8 if m * n >= LARGE_SIDE**2 else 4, stages=3)
+
+
 #: What is asked before all else, of tiles that would be so large.
-_RULES = (_in_one_step, _for_few_wide_segments, _added_at_once, _in_shallow_steps)
+_RULES = (
+    _in_one_step,
+    _for_few_wide_segments,
+    _added_at_once,
+    _in_shallow_steps,
+    _of_a_long_sum,
+)
 
 
 def _for_gathered_rows(plan: Plan, extents: Mapping[str, int]) -> Config | None:

@@ -15,7 +15,15 @@ from insum.plan.guess_rows import reads_narrow_rows, row_bytes
 from insum.plan.plan import Plan
 from insum.plan.roles import contiguity
 from insum.plan.sizes import WIDE_LOAD, power_of_two
-from insum.plan.tiling import ENOUGH_PROGRAMS, extent, held, output_places, sums_columns
+from insum.plan.tiling import (
+    BYTES,
+    ENOUGH_PROGRAMS,
+    HIGH,
+    extent,
+    held,
+    output_places,
+    sums_columns,
+)
 
 #: Threads of a tile that sum each its own, and how many outputs they take: as many halves as the
 #: widest load has.
@@ -28,9 +36,10 @@ SINGLE_VALUES = 512
 SMALL_SUMS = 1024
 #: And of one that sums long rows of few columns.
 LONGEST_SUM = 4096
-#: Side of a tile that is read along one axis and written along the other: a line of memory each
-#: way.
-TURNED = 64
+#: Sides of a tile that is read along the first and written along the second: lines of memory.
+TURNED = 32, 128
+#: Sides and depth of a tile whose points are functions of what its rows and columns share.
+SHARED_TILE = 64, 128, 2
 #: Steps of a window that are read at once, and bytes of all that a tile reads so.
 LONGEST_WINDOW, WINDOW_BYTES = 32, 2**15
 #: Rows of windows that share a tile, and how much of them is read at most in a step.
@@ -68,6 +77,7 @@ def for_sum(plan: Plan, extents: Mapping[str, int]) -> Config:
     rules: tuple[tuple[GuessRule, SummedTile | None], ...] = (
         (_in_registers, tile),
         (_columns_summed_last, tile),
+        (_of_shared_rows, tile),
         (_along_rows, row),
         (_turned, narrow),
         (_single_values, narrow),
@@ -104,6 +114,21 @@ def _columns_summed_last(tile: SummedTile) -> Config | None:
     return Config(m=m, n=n, k=k, warps=max(1, min(4, m * n * k // 1024)), stages=2)
 
 
+def _of_shared_rows(tile: SummedTile) -> Config | None:
+    """Every factor is shared by a whole side of the tile, as in products of matrices: what is read
+    is used for as many sums as registers hold, each thread's own.
+    """
+    plan, (m, n, k) = tile.plan, SHARED_TILE
+    if not _shares_sides(plan) or plan.strategy != "store" or plan.accumulator == "float64":
+        return None
+    if tile.n < HIGH or tile.m < 8:
+        return None
+    n = min(tile.n, n)
+    while m > 8 and _tiles(tile, m, n) < ENOUGH_PROGRAMS // 2 or m > tile.m:
+        m, k = m // 2, min(2 * k, 4)
+    return Config(m=m, n=n, k=min(k, tile.k), warps=max(1, min(4, m * n // 512)), stages=1)
+
+
 def _along_rows(tile: SummedTile) -> Config | None:
     """The summed variable walks memory in order: whole rows of it are read."""
     m, n, k = tile.m, tile.n, tile.k
@@ -130,10 +155,12 @@ def _along_rows(tile: SummedTile) -> Config | None:
 
 
 def _turned(tile: SummedTile) -> Config | None:
-    m, n = tile.m, tile.n
-    if not _is_turned(tile.plan) or min(m, n) < TURNED // 2:
+    m, n = (min(side, most) for side, most in zip((tile.m, tile.n), TURNED, strict=True))
+    if not _is_turned(tile.plan) or min(m, n) < TURNED[0]:
         return None
-    return Config(m=min(m, TURNED), n=min(n, TURNED), warps=4, stages=1)
+    kinds = dict(tile.plan.kinds)
+    half = all(BYTES.get(kinds[a.tensor]) == 2 for f in tile.plan.factors for a in accesses(f))
+    return Config(m=m, n=n, warps=2 if half else 8, stages=1)
 
 
 def _single_values(tile: SummedTile) -> Config | None:
@@ -232,6 +259,20 @@ def _reads_rows_of_sums(plan: Plan) -> bool:
     roles = plan.roles
     along = bool(roles.k) and contiguity(plan.factors, roles.k[-1]) > 0
     return along and not any(contiguity(plan.factors, v) for v in roles.n)
+
+
+def _shares_sides(plan: Plan) -> bool:
+    """Whether nothing is read at each point: all of it for a whole row, column or sum of a tile."""
+    axes = tuple({*axis} for axis in (plan.roles.m, plan.roles.n, plan.roles.k))
+    reads = [{*variables(a)} for f in plan.factors for a in accesses(f)]
+    several = sum(any(axis & read for read in reads) for axis in axes) == len(axes)
+    return several and not any(all(axis & read for axis in axes) for read in reads)
+
+
+def _tiles(tile: SummedTile, m: int, n: int) -> int:
+    """How many programs tiles of such sides make."""
+    places = output_places(tile.plan, tile.extents)
+    return math.ceil(places / (min(m, tile.m) * min(n, tile.n)))
 
 
 def _shares_rows(plan: Plan) -> bool:

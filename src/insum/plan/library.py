@@ -4,7 +4,9 @@ indirection.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -15,11 +17,33 @@ from insum.lang.expr import Access, Expr, Number
 WHY = "a product of two dense tensors, without indices: cuBLAS runs it, through the graph"
 HALVES = (torch.float16, torch.bfloat16)
 _DTYPES = (*HALVES, torch.float32, torch.float64)
+#: Side of a library's tile; so few of them leave most of a device without work, where each sums so
+#: much. Of one product libraries cut the sum into pieces, of a batch they do not.
+_TILE, _FEW_TILES, _LONG_SUM = 64, 64, 1024
 
 
 def is_left_to_library(problem: Problem, *, accumulates: bool) -> bool:
-    """Whether a matrix library runs a statement better than a kernel of ours. In deterministic mode
-    a kernel does, because torch refuses cuBLAS there unless its environment was prepared.
+    """Whether a matrix library runs a statement better than a kernel of ours at any size."""
+    return may_be_left_to_library(problem, accumulates=accumulates) and not _sides(problem).batch
+
+
+def is_batch_left_to_library(
+    problem: Problem, extents: Mapping[str, int], *, accumulates: bool
+) -> bool:
+    """The same of a batch of products, for sizes like these."""
+    if not may_be_left_to_library(problem, accumulates=accumulates):
+        return False
+    sides = _sides(problem)
+    batch, rows, columns, summed = (math.prod(extents[v] for v in side) for side in sides)
+    tiles = batch * math.ceil(rows / _TILE) * math.ceil(columns / _TILE)
+    few = tiles <= _FEW_TILES and summed >= _LONG_SUM and problem.dtype != torch.float64
+    return bool(sides.batch) and not few
+
+
+def may_be_left_to_library(problem: Problem, *, accumulates: bool) -> bool:
+    """Whether a statement is a product that a library has, on a device where there is one. In
+    deterministic mode a kernel runs it, because torch refuses cuBLAS there unless its environment
+    was prepared.
     """
     return (
         problem.device.type == "cuda"
@@ -55,7 +79,7 @@ def is_matrix_product(problem: Problem, *, accumulates: bool) -> bool:
     if len(problem.terms) != 1 or problem.statement.operator not in ("=", "+="):
         return False
     (term,) = problem.terms
-    factors = [f for f in term.factors if not isinstance(f, Number)]
+    factors = _multiplied(problem)
     if len(factors) != 2 or not _fits(problem, factors, accumulates or len(term.factors) > 2):
         return False
     return is_product_of_matrices(problem.statement.target, *factors)
@@ -68,11 +92,34 @@ def is_product_of_matrices(target: Access, first: Expr, second: Expr) -> bool:
     kept, a, b = map(plain_variables, (target, first, second))
     if kept is None or a is None or b is None:
         return False
-    rows, columns, summed = a - b, b - a, (a & b) - kept
-    if not (rows and columns and summed) or not rows | columns <= kept <= a | b:
+    sides = _ProductSides.of(kept, a, b)
+    if not all(sides[1:]) or not sides.rows | sides.columns <= kept <= a | b:
         return False
-    batch = a & b & kept
-    return batch == {index.var for index in target.indices[: len(batch)]}
+    return sides.batch == {index.var for index in target.indices[: len(sides.batch)]}
+
+
+class _ProductSides(NamedTuple):
+    """The variables of a product of matrices."""
+
+    batch: set[str]
+    rows: set[str]
+    columns: set[str]
+    summed: set[str]
+
+    @classmethod
+    def of(cls, kept: set[str], first: set[str], second: set[str]) -> _ProductSides:
+        both = first & second
+        return cls(both & kept, first - second, second - first, both - kept)
+
+
+def _sides(problem: Problem) -> _ProductSides:
+    """Of a statement that is a product of matrices."""
+    kept, *both = map(plain_variables, (problem.statement.target, *_multiplied(problem)))
+    return _ProductSides.of(*(names or set() for names in (kept, *both)))
+
+
+def _multiplied(problem: Problem) -> list[Expr]:
+    return [f for f in problem.terms[0].factors if not isinstance(f, Number)]
 
 
 def _fits(problem: Problem, factors: Sequence[Expr], more: bool) -> bool:

@@ -16,7 +16,8 @@ from typing import TypeAlias
 
 #: Names, among those of tensors, of what is written: the output, and the workspace for pieces of
 #: rows, and copies of factors. No statement can spell them.
-OUT, WORK, FITTED, ALIGNED = "<out>", "<work>", "<fitted>", "<aligned>"
+OUT, WORK, FITTED = "<out>", "<work>", "<fitted>"
+ALIGNED, ALSO_ALIGNED = "<aligned>", "<also_aligned>"
 #: What a new output is accumulated from, which is read where the output is stored.
 BASE = "<base>"
 #: Stands for the strides of a new contiguous output, beside those of one that was passed.

@@ -28,7 +28,7 @@ from insum.compat import streams
 from insum.errors import UnsupportedError
 from insum.plan.plan import Plan
 from insum.plan.recipes import OfCount, OfLength, Recipe, SizeExpr, size_of
-from insum.plan.sizes import ALIGNED, BASE, FITTED, OUT, WORK, spread_strides
+from insum.plan.sizes import ALIGNED, ALSO_ALIGNED, BASE, FITTED, OUT, WORK, spread_strides
 from insum.runtime import binaries, compiling, launch, workers
 from insum.runtime.program import WIDE, Grid, Launch, ProductLaunches
 from insum.runtime.prologue.made import Made
@@ -39,7 +39,7 @@ MOST_PROGRAMS = 2**31
 _OWN = {FLAGS: "*i32", CLAIM: "*i32", RECORD: "*i64"}
 
 #: Copies of factors, which are memory of the call.
-COPIES = (FITTED, ALIGNED)
+COPIES = (FITTED, ALIGNED, ALSO_ALIGNED)
 
 
 #: A launch whose numbers are in their places: programs, arguments, which pointers are not aligned

@@ -15,6 +15,7 @@ from insum.codegen.unrolled import emit_unrolled, parts
 from insum.lang.bind import Problem
 from insum.lang.types import identity
 from insum.plan import first_guess, tiling
+from insum.plan.aligning import aligned_rows
 from insum.plan.config import Choice, Config
 from insum.plan.draft import Planned, Wishes
 from insum.plan.fitting import is_along_sum
@@ -98,8 +99,9 @@ def _into_new(planned: Planned) -> Planned:
 def first_choice(planned: Planned, wishes: Wishes) -> Choice:
     """What the model says, without any search."""
     plan = oriented(planned.plan, planned.extents, allowed=wishes.settings.swap)
+    copy = aligned_rows(replace(planned, plan=plan))
     choice = first_guess.first_choice(
-        plan,
+        plan if copy is None else copy.reading(plan),
         planned.extents,
         longest=planned.longest,
         entries=planned.entries,

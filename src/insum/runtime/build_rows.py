@@ -28,6 +28,7 @@ from insum.codegen.emit import Written, emit, emit_joined
 from insum.codegen.kernel import Shape
 from insum.lang.expr import Access, index_of
 from insum.plan import first_guess, guess_rows, tiling
+from insum.plan.aligning import aligned_rows
 from insum.plan.config import Config
 from insum.plan.plan import Plan, Segment
 from insum.plan.recipes import (
@@ -42,6 +43,7 @@ from insum.plan.recipes import (
 )
 from insum.plan.roles import Contraction
 from insum.plan.sizes import WORK, power_of_two
+from insum.runtime.build_copies import aligned
 from insum.runtime.build_product import PIECES, ProductBuild
 from insum.runtime.program import WIDE, Grid, Launch, ProductLaunches, Workspace
 
@@ -50,6 +52,16 @@ UNSEEN_PIECE = 64
 
 
 def rows(product: ProductBuild) -> ProductLaunches:
+    """The launches of sums of rows; a factor is copied first where that pays."""
+    alignment = aligned_rows(product.planned)
+    if alignment is None:
+        return _rows(product)
+    copy, room = aligned(product, alignment)
+    step = _rows(replace(product, plan=alignment.reading(product.plan)))
+    return replace(step, launches=(copy, *step.launches), copies=(room,))
+
+
+def _rows(product: ProductBuild) -> ProductLaunches:
     """Rows of which nothing is known are pieces of equal length. Of others the short ones and the
     long ones have a config each, in one launch where little is to be done.
     """

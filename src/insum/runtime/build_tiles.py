@@ -4,28 +4,23 @@ copied first where that pays, and long reductions cut into pieces.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
-import torch
-
-from insum.codegen.arguments import Count, ExtentArgument
-from insum.codegen.copies import FITTED_AT_ONCE, emit_aligning, emit_fitting, rows_at_once
+from insum.codegen.arguments import Count
 from insum.codegen.emit import emit
-from insum.codegen.kernel import Kernel, Shape
+from insum.codegen.kernel import Shape
 from insum.lang.expr import Access, accesses, fresh, index_of, variables
 from insum.plan import first_guess, tiling
-from insum.plan.aligning import Alignment, alignment_of
+from insum.plan.aligning import aligned_operands
 from insum.plan.config import Config
 from insum.plan.draft import SMALL_BYTES
-from insum.plan.fitting import Fit, fit_of
-from insum.plan.plan import Plan
-from insum.plan.recipes import OfExtent, OfLength, SizeExpr
+from insum.plan.fitting import fit_of
+from insum.plan.recipes import OfExtent, SizeExpr
 from insum.plan.roles import Roles, contraction
-from insum.plan.sizes import ALIGNED, BASE, FITTED, OUT, WORK
-from insum.runtime import launch
-from insum.runtime.build_product import PIECES, ProductBuild, as_comment, tile_grid
-from insum.runtime.program import CopyRoom, Grid, Launch, ProductLaunches
+from insum.plan.sizes import BASE, OUT, WORK
+from insum.runtime.build_copies import aligned, fitted
+from insum.runtime.build_product import PIECES, ProductBuild, tile_grid
+from insum.runtime.program import Launch, ProductLaunches
 
 #: Kernels of a statement up to which others are written for lists of steps that are cut: a network
 #: of many widths needs its room for these.
@@ -39,9 +34,11 @@ def tiles(product: ProductBuild) -> ProductLaunches:
     # dense pieces of half precision read few rows each
     copied = pieces == 1 or plan.segment is not None or plan.operand == "float32"
     fit = fit_of(product.planned, config) if copied else None
-    alignment = alignment_of(product.planned, config) if copied else None
-    for copy in (fit, alignment):
-        plan = plan if copy is None else copy.reading(plan)
+    alignments = aligned_operands(product.planned, config, fitted=fit.place if fit else None)
+    if fit:
+        plan = fit.reading(plan)
+    for alignment in alignments:
+        plan = alignment.reading(plan)
     wished = product.wishes.settings
     kernel = emit(
         plan,
@@ -54,8 +51,8 @@ def tiles(product: ProductBuild) -> ProductLaunches:
     counts = {"piece_count": pieces, **(fit.counts if fit else {})}
     one = product.launch(plan, config, kernel, grid, product.segment_arrays(), counts)
     copies = [
-        *([_fitted(product, fit)] if fit else []),
-        *([_aligned(product, alignment)] if alignment else []),
+        *([fitted(product, fit)] if fit else []),
+        *(aligned(product, alignment) for alignment in alignments),
     ]
     launches = [*(copy for copy, _ in copies), one]
     if apart:
@@ -72,50 +69,6 @@ def _slots(product: ProductBuild, pieces: int) -> SizeExpr:
     """What is in the workspace: the output, piece by piece."""
     kept, made = dict.fromkeys(variables(product.plan.target)), dict(product.plan.made)
     return pieces, *(one for v in kept for one in made.get(v, (OfExtent(v),)))
-
-
-def _fitted(product: ProductBuild, fit: Fit) -> tuple[Launch, CopyRoom]:
-    """The launch that copies a factor into whole tiles, and the memory for it."""
-    matrices = tuple(OfLength(fit.tensor, dim) for dim in fit.dims[:-2])
-    plan, rows = _copying(product, FITTED, fit.tensor, (*matrices, fit.sides[0]))
-    kernel = emit_fitting(plan, fit, dict(product.units()))
-    room = _room_of(product, FITTED, fit.tensor, (*matrices, *fit.sides))
-    return _copy(product, plan, kernel, fit.tensor, rows, FITTED_AT_ONCE, fit.counts), room
-
-
-def _aligned(product: ProductBuild, alignment: Alignment) -> tuple[Launch, CopyRoom]:
-    """The launch that copies a factor into rows which begin at whole loads."""
-    tensor, length = alignment.tensor, OfLength(alignment.tensor, 0)
-    plan, rows = _copying(product, ALIGNED, tensor, (length,))
-    kernel = emit_aligning(plan, alignment, dict(product.units()))
-    room = _room_of(product, ALIGNED, tensor, (length, alignment.row))
-    return _copy(product, plan, kernel, tensor, rows, rows_at_once(alignment.row), {}), room
-
-
-def _copying(product: ProductBuild, name: str, tensor: str, rows: SizeExpr) -> tuple[Plan, str]:
-    """The plan of a launch that writes a copy, and the variable of the copy's rows."""
-    plan, var = product.plan, fresh("rows", {*product.extents, *dict(product.plan.made)})
-    kinds = (*plan.kinds, (name, dict(plan.kinds)[tensor]))
-    return replace(plan, made=(*plan.made, (var, rows)), kinds=kinds), var
-
-
-def _copy(
-    product: ProductBuild,
-    plan: Plan,
-    kernel: Kernel,
-    tensor: str,
-    rows: str,
-    at_once: int,
-    counts: Mapping[str, int],
-) -> Launch:
-    header = f'"""Copies {tensor} for {as_comment(plan.statement)}"""'
-    grid: Grid = (((ExtentArgument(rows),), at_once),)
-    config, function = Config(warps=4, stages=1), launch.load(kernel, header)
-    return Launch(plan, kernel, function, header, config, grid, {}, counts, room=product.room)
-
-
-def _room_of(product: ProductBuild, name: str, tensor: str, shape: SizeExpr) -> CopyRoom:
-    return CopyRoom(name, shape, getattr(torch, dict(product.plan.kinds)[tensor]))
 
 
 def _together(product: ProductBuild, pieces: int) -> Launch:

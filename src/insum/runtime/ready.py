@@ -126,7 +126,7 @@ class Ready:
             self.check(looks_at, out, out)
         by_address = not launch.interpreting()
         at = out.data_ptr() if by_address else out
-        sources += (at, at, at, at)  # of a workspace without slots nothing is read
+        sources += (at,) * len(_OWN_MEMORY)  # of a workspace without slots nothing is read
         for rooms, launches in self.steps:
             held = []  # until everything is launched
             for number, make in rooms:

@@ -19,6 +19,7 @@ from insum.plan import legal
 from insum.plan.config import Choice
 from insum.plan.draft import CannotFuse, Planned, Subject, Wishes
 from insum.plan.joining import added_up, joined
+from insum.plan.library import WHY, is_batch_left_to_library
 from insum.plan.orientation import oriented
 from insum.plan.plan import Plan
 from insum.plan.questions import Ask, AskExact, AskInside, Question
@@ -209,6 +210,8 @@ class Programs:
         reason = "" if anywhere else unusable(self.problem)
         if reason:
             return Refusal(reason)
+        if self.is_left_to_library(sizes, wishes):
+            return Refusal(WHY)
         try:
             planned = self.plan(sizes, wishes, ask)
             choices = chosen(self.problem, planned, wishes, self.config)
@@ -217,6 +220,12 @@ class Programs:
             return assemble(self.problem, planned, wishes, choices, unchecked, room)
         except CannotFuse as refused:
             return Refusal(str(refused))
+
+    def is_left_to_library(self, sizes: SizeClass, wishes: Wishes) -> bool:
+        now, added = wishes.settings, bool(wishes.base)
+        if now.backend == "fused" or now.require_fused or self.config is not None:
+            return False
+        return is_batch_left_to_library(self.problem, sizes.typical(), accumulates=added)
 
     def plan(self, sizes: SizeClass, wishes: Wishes, ask: Ask) -> list[Planned]:
         """Every product of the statement, planned; all but the first add to what is there. Those
