@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import inside_tensors
 from quick_interpreter import quicken
 
 
@@ -35,6 +36,7 @@ def is_interpreting() -> bool:
 def pytest_configure() -> None:
     if has_triton() and is_interpreting():
         quicken()
+        inside_tensors.watch()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

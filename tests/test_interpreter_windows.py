@@ -262,3 +262,23 @@ def test_extrema_through_windows_see_what_is_not_a_number(operator: str) -> None
         with insum.settings(backend="fused"):
             got = insum.insum(f"y[t+r] {operator} g[t] * w[r]", g=sign * g, w=w, out_shape=(5,))
         assert got.isnan().tolist() == [False, True, True, False, False]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_windows_that_are_apart_and_long_sums(deterministic: bool) -> None:
+    """Sums over many channels are cut into pieces; what puts these together ends where the output
+    does, too. It once wrote one place beyond each row.
+    """
+    statement, o = "y[c,2*j+s] += g[o,j] * w[o,c,s]", 5000
+    values = drawn({"g": (o, 6), "w": (o, 4, 3)}, torch.float32)
+    want = torch.zeros(4, 13, dtype=torch.float64)
+    for j in range(6):
+        for s in range(3):
+            want[:, 2 * j + s] += values["g"][:, j].double() @ values["w"][:, :, s].double()
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        with insum.settings(**ONLY_FUSED):
+            got = insum.insum(statement, sizes={0: 4, 1: 13}, **values)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert error(got, want) < 1e-5

@@ -30,7 +30,7 @@ from insum.codegen.ir import (
     where,
 )
 from insum.codegen.reads import Reads
-from insum.lang.expr import Access, Affine, Var, accesses
+from insum.lang.expr import Access, Affine, Var, accesses, variables
 from insum.plan.sizes import BASE, OUT
 
 #: What the tiles of several iterations are added up in.
@@ -221,10 +221,15 @@ class Output:
         return apply("tl.atomic_add", address, value, over=axes, mask=mask, sem='"relaxed"')
 
     def edges(self, place: Access) -> list[Tile]:
-        """Where places that are walked by several variables end: the last of them may walk past."""
-        if not self.plan.bounds:
-            return []
-        several = [dim for dim, index in enumerate(place.indices) if len(index.terms) > 1]
+        """Where places end that are walked by several variables of the plan's own: the last of them
+        may walk past.
+        """
+        own = {*dict(self.plan.made)}
+        several = [
+            dim
+            for dim, index in enumerate(place.indices)
+            if len(index.terms) > 1 and own.intersection(variables(index))
+        ]
         return [self.reads.place(place, dim) < self.reads.length(OUT, dim) for dim in several]
 
     def padded_indices(self, target: Access) -> list[Tile]:

@@ -177,9 +177,9 @@ class Reads:
         masks += self.inner_masks(access) if as_index else self.absent_masks(access, offset)
         masks += self.ranges(access)
         # An index load that is out of range itself yields padding, so the padding's mask covers its
-        # axes.
+        # axes; what holds for all of a tile, as where a window ends, has none.
         covered = {axis for m in masks if _is_presence(m) for axis in m.axes}
-        masks = [m for m in masks if _is_presence(m) or not set(m.axes) <= covered]
+        masks = [m for m in masks if _is_presence(m) or not m.axes or not covered >= {*m.axes}]
         masks = distinct(masks)
         if not as_index:
             masks = self.compared_once(masks, offset.axes)
