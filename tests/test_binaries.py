@@ -11,7 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import insum
 from applications import block_spmm
+from insum.compat import streams
 from insum.runtime import binaries, compiling, inspection, launch
 from insum.runtime.program import Program
 
@@ -102,3 +104,35 @@ def test_a_note_that_cannot_be_written_is_no_error(
     monkeypatch.setattr(launch, "source_folder", lambda: tmp_path / "file" / "absent")
     binaries.note(kernel.compiled, kernel.function, kernel.types, 0, 4, 2)
     assert binaries.recalled(kernel.function, kernel.types, 0, 4, 2) is None
+
+
+@pytest.mark.parametrize(
+    ("spilled", "warps"),
+    [({4: 0}, [4]), ({4: 160}, [4]), ({4: 400, 8: 0}, [4, 8]), ({4: 400, 8: 400}, [4, 8])],
+)
+def test_a_kernel_that_spills_is_compiled_for_more_warps(
+    spilled: dict[int, int], warps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What helps is what runs, from then on."""
+    compiled: list[int] = []
+
+    def compile_kernel(function: object, types: object, unaligned: int, warps: int, _: int) -> int:
+        compiled.append(warps)
+        return warps
+
+    monkeypatch.setattr(compiling, "compile_kernel", compile_kernel)
+    monkeypatch.setattr(binaries, "recalled", lambda *asked: None)
+    monkeypatch.setattr(binaries, "note", lambda *asked: None)
+    monkeypatch.setattr(launch, "spilled_bytes", lambda found: spilled[found])
+    monkeypatch.setattr(launch, "launcher_of", lambda found: found)
+    monkeypatch.setattr(launch, "loaded", {})
+    monkeypatch.setattr(streams, "current_device", lambda: 0)
+    application = block_spmm(rows=4, columns=4, block=16, n=64, density=0.5, dtype=torch.float16)
+    config = insum.Config(m=16, n=16, k=16, warps=4, stages=2)
+    problem = application.forward.problem()
+    look = inspection.elsewhere(problem, application.values, config=(config,))
+    program = look.program(anywhere=True)
+    assert isinstance(program, Program)
+    (one,) = look.ready(program).launches
+    best = min(spilled, key=lambda count: (spilled[count], count))
+    assert one.launcher(0) == one.launcher(0) == best and compiled == warps

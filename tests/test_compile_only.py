@@ -517,6 +517,16 @@ def test_uneven_sizes_fit_the_registers(name: str, dtype: torch.dtype) -> None:
         assert spilled(found) == 0, f"{found.registers} registers"
 
 
+def test_what_would_spill_gets_more_warps() -> None:
+    """A product of which one side is computed: 640 bytes of each thread once waited in memory."""
+    shapes = {"x": (2438, 32), "W": (40, 32, 82), "z": (2438, 82)}
+    values = {n: torch.empty(shape) for n, shape in shapes.items()}
+    problem = request_of("y[b,o] = x[b,i] * W[o,i,j] * z[b,j]", None, None, ()).bind(values)
+    (one,) = launches(inspection.elsewhere(problem, values))
+    *_, (_, found) = inspection.compile_only(problem, values, "sm_90")
+    assert (one.launch.config.warps, found.warps, found.stack) == (4, 8, 0)
+
+
 def test_the_list_is_complete() -> None:
     assert list(usual()) == APPLICATIONS
 

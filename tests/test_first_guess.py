@@ -223,3 +223,33 @@ def test_columns_of_short_heads_lie_in_memory() -> None:
     ends = {"s": drawn(60_000, below=900), "d": drawn(60_000, below=900)}
     plan, _ = guessed("y[d[e],h,f] = a[e,h] * x[s[e],h,f]", rows=900, **values, **ends)
     assert plan.roles.n == ("f",)
+
+
+@pytest.mark.parametrize(("dtype", "m"), [(torch.float16, 64), (torch.float32, 64)])
+def test_few_tiles_of_dense_factors_are_small(dtype: torch.dtype, m: int) -> None:
+    """Where a short sum cannot be cut into pieces; one of many rows has large ones."""
+    statement = "y[a,c] = exp(z[a,b] - m[a]) * v[b,c]"
+    for rows, few in ((3000, True), (90_000, False)):
+        values = {"z": (rows, 250), "m": (rows,), "v": (250, 60)}
+        given = {n: torch.empty(shape, dtype=dtype) for n, shape in values.items()}
+        _, (one,) = guessed(statement, **given)
+        assert (one.n == 32 and one.m <= m) == few, one
+
+
+def test_short_sums_of_columns_are_read_at_once() -> None:
+    """As of the diagonals of a matrix: each thread sums its own columns."""
+    values = {"v": torch.empty(5, 400_000), "x": torch.empty(401_000), "o": drawn(5, below=900)}
+    look = inspection.elsewhere(bound("y[i] = v[k,i] * x[i+o[k]]", values, {0: 400_000}), values)
+    (one,) = look.planned()
+    (choice,) = first_choice(one, look.wishes)
+    assert (choice.m, choice.n, choice.k, choice.stages) == (1, 512, 1, 4)
+
+
+def test_long_sums_of_halves_are_cut_into_pieces() -> None:
+    """Few tiles of many steps: their sums are rounded in another launch, which is little."""
+    values = {"x": (3260, 93), "W": (106, 93, 112), "z": (3260, 112)}
+    given = {n: torch.empty(shape, dtype=torch.float16) for n, shape in values.items()}
+    problem = bound("y[b,o] = x[b,i] * W[o,i,j] * z[b,j]", given)
+    (step,) = inspection.plan_only(problem, given).steps
+    product, pieces = step.launches[-2:]
+    assert product.counts["piece_count"] > 4 and pieces.kernel.name.endswith("pieces")

@@ -31,6 +31,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(fitting, "LEAST_READS", 2**31)
     monkeypatch.setattr(fitting, "LEAST_TURNED", 2**31)
     monkeypatch.setattr(aligning, "LEAST_READS", 0)
+    monkeypatch.setattr(aligning, "LEAST_READ", 0)
     monkeypatch.setattr(aligning, "LEAST_GATHERED", 0)
     monkeypatch.setattr("insum.call.prepared._forms", {})
     monkeypatch.setattr("insum.call.lookup._fronts", {})

@@ -218,6 +218,7 @@ def test_exported_programs_copy_too() -> None:
 @pytest.fixture
 def gathered_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aligning, "LEAST_READS", 0)
+    monkeypatch.setattr(aligning, "LEAST_READ", 0)
 
 
 def reads_aligned(program: Program) -> bool:

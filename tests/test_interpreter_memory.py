@@ -23,7 +23,7 @@ from insum.runtime import inspection
 from insum.runtime.prologue import prologue
 from insum.runtime.ready import Ready
 from insum.testing.as_on_a_gpu import pretended
-from kernels import ONLY_FUSED, error, lookup, run
+from kernels import ONLY_FUSED, bound, error, lookup, run
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("kernels_only")]
 
@@ -224,6 +224,34 @@ def test_inverse_tables() -> None:
     assert relative_error(call.run(), application.expected_gradients(upstream)["In"]) < 2e-6
     (step,) = lookup(call.problem(), call.values).steps
     assert step.planned.plan.strategy != "store"
+
+
+@pytest.mark.parametrize("places", [30, 50, 90])
+def test_columns_that_are_put_in_order(places: int) -> None:
+    """Through the inverse of their index tensor, as it is now: its values may change."""
+    draw = torch.Generator().manual_seed(places)
+    order = torch.randperm(places, generator=draw)[:30]
+    v, w = torch.randn(4, 6, 30, generator=draw), torch.randn(6, 30, generator=draw)
+
+    def moved() -> Tensor:
+        return run("y[a,b,o[c]] = v[a,b,c] * w[b,c]", {2: places}, o=order, v=v, w=w)
+
+    for _ in range(3):
+        want = torch.zeros(4, 6, places)
+        want[:, :, order] = v * w
+        assert torch.equal(moved(), want)
+        order.copy_(order.flip(0))
+    order[1] = order[0]  # two columns meet
+    want = torch.zeros(4, 6, places).index_add(2, order, v * w)
+    torch.testing.assert_close(moved(), want)
+
+
+def test_columns_in_order_are_gathered() -> None:
+    order = torch.randperm(30)
+    values = {"o": order, "v": torch.randn(4, 6, 30)}
+    problem = bound("y[a,b,o[c]] = v[a,b,c]", values, {2: 30})
+    (step,) = lookup(problem, values).steps
+    assert "has an inverse table" in step.planned.plan.why[-1] and not step.planned.fill
 
 
 def test_nothing_keeps_tensors_alive() -> None:

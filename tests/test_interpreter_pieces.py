@@ -82,6 +82,20 @@ def test_pieces(statement: str, repeats: bool) -> None:
     torch.testing.assert_close(got.double(), want, rtol=allowed, atol=allowed * scale)
 
 
+def test_pieces_that_halves_are_rounded_from() -> None:
+    """The loop around the contraction is cut; what scales each of its steps stays inside."""
+    draw = torch.Generator().manual_seed(0)
+    x, W, z = (
+        torch.randn(s, generator=draw).half() / 4 for s in ((400, 70), (24, 70, 20), (400, 20))
+    )
+    want = torch.einsum("bi,oij,bj->bo", x.double(), W.double(), z.double())
+    with deterministic(False):
+        got = insum.insum("y[b,o] = x[b,i] * W[o,i,j] * z[b,j]", x=x, W=W, z=z)
+        told = str(insum.explain("y[b,o] = x[b,i] * W[o,i,j] * z[b,j]", x=x, W=W, z=z))
+    assert "work_at" in told
+    torch.testing.assert_close(got.double(), want, rtol=2e-3, atol=5e-3)
+
+
 @pytest.mark.parametrize("operator", ["+=", "max="])
 def test_pieces_in_place(operator: str) -> None:
     a, C = torch.randn(LONG, 5), torch.full((5,), 3.75)

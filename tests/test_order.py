@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 import insum
+from insum.call.bound import BoundStage
 from insum.call.prepared import prepare
 from insum.call.request import request_of
 from insum.call.stages import Stage, layouts_of, stages_of
@@ -507,6 +508,73 @@ def test_numbers_are_gathered_or_spread_apart_from_a_product(
         request = request_of(statement, out_shape, None, ())
         problem = replace(request.bind(values), device=torch.device("cuda"))
         assert texts(stages_of(problem, request.form)) == want
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_numbers_are_gathered_apart_from_a_product_that_is_scaled(dtype: torch.dtype) -> None:
+    """Quantised weights: scales are put into the code book first, or into what is gathered."""
+    values = described({"X": (1024, 1024), "q": (1024, 1024), "c": (16,), "s": (1024,)}, "q")
+    given = {n: v.to(dtype) if v.is_floating_point() else v for n, v in values.items()}
+    request = request_of("Y[b,o] = X[b,i] * c[q[i,o]] * s[o]", None, None, ())
+    problem = replace(request.bind(given), device=torch.device("cuda"))
+    assert texts(stages_of(problem, request.form)) == [
+        "c_s[c0,o] = c[c0] * s[o]",
+        "c_s_1[i,o] = c_s[q[i,o],o]",
+        "Y[b,o] = X[b,i] * c_s_1[i,o]",
+    ]
+
+
+def test_a_pattern_is_no_code_book() -> None:
+    """Its places are read again and again, too, but nothing of it is a product of matrices."""
+    shapes = {"V": (90,), "X": (40_000, 9, 64), "Y": (40_000, 9)}
+    shapes |= dict.fromkeys(("I", "J", "K"), (90,))
+    values = described(shapes, "I J K")
+    request = request_of("Z[e,I[p],u] = V[p] * X[e,J[p],u] * Y[e,K[p]]", (40_000, 9, 64), None, ())
+    problem = replace(request.bind(values), device=torch.device("cuda"))
+    assert not stages_of(problem, request.form)
+
+
+def test_gradients_of_one_pass_share_their_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    filled: list[tuple[str, int]] = []
+    fill = BoundStage.fill
+
+    def watched(self: BoundStage, *given: Any) -> Tensor:
+        found = fill(self, *given)
+        filled.append((self.stage.form.statement, id(found)))
+        return found
+
+    draw = torch.Generator().manual_seed(0)
+    shapes = {"G": (12, 13, 14), "A": (30, 12), "B": (31, 13), "C": (32, 14)}
+    given = {
+        n: torch.randn(s, generator=draw, dtype=torch.float64).requires_grad_()
+        for n, s in shapes.items()
+    }
+    want = torch.einsum("ijk,ai,bj,ck->abc", *given.values())
+    upstream = torch.randn(want.shape, generator=draw, dtype=torch.float64)
+    expected = torch.autograd.grad(want, [*given.values()], upstream)
+    statement = "T[a,b,c] = G[i,j,k] * A[a,i] * B[b,j] * C[c,k]"
+    found = insum.insum(statement, optimize="optimal", **given)
+    monkeypatch.setattr(BoundStage, "fill", watched)
+    gradients = torch.autograd.grad(found, [*given.values()], upstream)
+    for one, other in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    assert len(filled) > len({text for text, _ in filled}) > 1
+    assert len({number for _, number in filled}) == len({text for text, _ in filled})
+
+
+def test_gradients_of_gradients_through_shared_buffers() -> None:
+    draw = torch.Generator().manual_seed(0)
+    shapes = {"G": (3, 4, 5), "A": (6, 3), "B": (7, 4), "C": (5, 5)}
+    given = [
+        torch.randn(s, generator=draw, dtype=torch.float64).requires_grad_()
+        for s in shapes.values()
+    ]
+
+    def product(*values: Tensor) -> Tensor:
+        statement = "T[a,b,c] = G[i,j,k] * A[a,i] * B[b,j] * C[c,k]"
+        return insum.insum(statement, optimize="optimal", **dict(zip(shapes, values, strict=True)))
+
+    assert torch.autograd.gradgradcheck(product, given)
 
 
 LAST, FIRST, SECOND = [(0, 1), (0,)], [(0,), (0, 1)], [(1,), (0, 1)]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,6 +27,12 @@ if TYPE_CHECKING:
     from insum.runtime.fused import FusedCall
 
 
+#: Buffers of several statements on the same tensors, by what fills them, and from which tensors.
+FilledBuffers: TypeAlias = dict[tuple[object, ...], Tensor]
+#: Bytes of buffers that are kept for the next of these statements.
+MOST_FILLED = 1 << 26
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class BoundStage:
     """One statement of several, and its sizes in a call."""
@@ -39,16 +45,31 @@ class BoundStage:
         """Of all values and buffers, those that it reads."""
         return {name: values[name] for name in self.stage.reads}
 
+    def fill(self, given: Mapping[str, Value], filled: FilledBuffers | None) -> Tensor:
+        """Its buffer: that of another statement on the same tensors, where there is one."""
+        if filled is None:
+            return self.kinds.find(given, self.sizes).run("new", given, None)
+        key = self.kinds, self.sizes, *map(id, given.values())
+        found = filled.get(key)
+        if found is None:
+            found = self.kinds.find(given, self.sizes).run("new", given, None)
+            if found.nbytes + sum(one.nbytes for one in filled.values()) <= MOST_FILLED:
+                filled[key] = found
+        return found
+
 
 def _run_stages(
-    stages: tuple[BoundStage, ...], mode: str, values: Mapping[str, Value], target: Tensor | None
+    stages: tuple[BoundStage, ...],
+    mode: str,
+    values: Mapping[str, Value],
+    target: Tensor | None,
+    filled: FilledBuffers | None,
 ) -> Tensor:
     """Fill one buffer after the other, then run the last statement as the whole was to be run."""
     *before, last = stages
     known = dict(values)
     for one in before:
-        given = one.given(known)
-        known[one.stage.fills] = one.kinds.find(given, one.sizes).run("new", given, None)
+        known[one.stage.fills] = one.fill(one.given(known), filled)
     given = last.given(known)
     return last.kinds.find(given, last.sizes, target).run(mode, given, target)
 
@@ -164,20 +185,27 @@ class BoundCall:
     # --- running ---
 
     def run(
-        self, mode: str, values: Mapping[str, Value], target: Tensor | None, named: bool = False
+        self,
+        mode: str,
+        values: Mapping[str, Value],
+        target: Tensor | None,
+        named: bool = False,
+        filled: FilledBuffers | None = None,
     ) -> Tensor:
         """Run generated kernels where there are some, else the graph. ``mode``: ``new``, ``from``
         (a given value), ``into`` (in place). ``named``: profilers have been told the statement.
+        ``filled``: buffers of statements that were run before on some of these very tensors, which
+        live on, and to which this adds.
         """
         if is_profiled() and not named:
             with torch.profiler.record_function(f"insum: {self.prepared.form.statement}"):
-                return self.run(mode, values, target, True)
+                return self.run(mode, values, target, True, filled)
         if self.prepared.orderable:
             stages = self.staged(values, in_place=mode == "into")
             if stages:
                 if mode == "into" and self.prepared.kernels_look and self.prepared.on_path:
                     self.look(values)
-                return _run_stages(stages, mode, values, self.whole(target))
+                return _run_stages(stages, mode, values, self.whole(target), filled)
         if self.prepared.fusable:
             fused = self.fused or in_kernels.kernels_of(self, values, target)
             if fused is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -46,11 +46,14 @@ class HostCall:
         """``wrap`` counts from the end, where some index is to be."""
         self.values, self.entries, self._wrap = values, entries, wrap
         self._wrapped: Mapping[str, Value] | None = None
-        serials = []
+        serials, last = [], None
         for entry in entries.values():
             serials.append(entry.serial)
-        #: What is made is kept with the last index tensor, for these others.
-        self.entry, self.serials = entry, tuple(serials)
+            last = entry
+        #: What is made is kept with the last index tensor, for these others; nothing is where there
+        #: is none.
+        self.entry: Any = last
+        self.serials = tuple(serials)
 
     def indices(self) -> Mapping[str, Value]:
         if self._wrap is None:

@@ -26,6 +26,7 @@ from insum.host.places import Lowering
 from insum.host.roles import FLOATS, HostRoles, roles_of
 from insum.host.rows import rows_of
 from insum.host.runs import runs_of
+from insum.host.slices import slices_of
 from insum.lang.bind import Problem
 
 #: Measured. Fewer points than this are done before anything is looked up; fewer than this before
@@ -90,6 +91,9 @@ def choose(problem: Problem, *, new: bool = True) -> Lowering | None:
         return None
     if not new and problem.dtype in FLOATS:
         problem = replace(problem, dtype=meeting_dtype(problem))
+    windows = slices_of(problem)
+    if windows is not None:
+        return windows
     roles = roles_of(problem)
     if roles is None:
         return by_row_of(problem)  # sums of several products

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from insum.call.bound import BoundCall
+from insum.call.bound import BoundCall, FilledBuffers
 from insum.call.prepared import Kinds, kinds_of
 from insum.call.request import Form
 from insum.lang.bind import Size, Value
@@ -67,10 +67,11 @@ class Derived:
         extents: Mapping[str, Size],
         run: StatementRunner,
         calls: FoundCalls | None = None,
+        filled: FilledBuffers | None = None,
     ) -> Tensor:
         """Its value, of this shape, on those of the values that it reads. ``calls``: those that
         earlier passes have found for values of the same layouts, to which this adds; ``run`` is
-        asked where there are none.
+        asked where there are none. ``filled``: buffers that others of this pass have filled.
         """
         if self.views:
             source: Tensor = values[self.views]
@@ -95,7 +96,7 @@ class Derived:
         else:
             if call.prepared.looks_first:
                 call.look(arguments)
-            found = call.run("new", arguments, None)
+            found = call.run("new", arguments, None, False, filled)
         if self.real:
             found = found.real
         return self.repeated(found, shape) if self.repeats else found
@@ -156,6 +157,7 @@ def gradients(
     common: dict[str, Tensor] | None = None
     once = _computed_once(call, values, wanted, upstream) if on_host else None
     alike: dict[object, Tensor] = {}
+    filled: FilledBuffers = {}
     for name in wanted:
         source = values[name]
         assert isinstance(source, Tensor)
@@ -177,7 +179,7 @@ def gradients(
             statements = once.readers[name]
         total: Tensor | None = None
         for one in statements:
-            part = one(known, source.shape, call.extents, run, calls)
+            part = one(known, source.shape, call.extents, run, calls, filled)
             total = part if total is None else total + part
         if total is None:
             total = torch.zeros_like(source, dtype=call.dtypes.get(name, source.dtype))

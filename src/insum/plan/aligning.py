@@ -12,10 +12,10 @@ Everything here depends on the plan and on the class of sizes, never on values.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
-from insum.lang.expr import Access, accesses, variables
+from insum.lang.expr import Access, Expr, accesses, variables
 from insum.plan.config import Config
 from insum.plan.copying import HALF, is_apart, is_large_dot, points, reading_copy
 from insum.plan.draft import Planned
@@ -27,8 +27,9 @@ from insum.plan.tiling import BYTES, extent, in_rows
 LEAST_READS = 4
 #: Columns of the result, up to which reading the rows is what takes the time.
 MOST_COLUMNS = 256
-#: Numbers that sums of rows gather, from which on a copy pays, and those of a row.
-LEAST_GATHERED, LEAST_ROW = 2**23, 16
+#: Numbers that are read of a factor, from which on a copy pays; and that sums of rows gather, and
+#: those of a row.
+LEAST_READ, LEAST_GATHERED, LEAST_ROW = 2**22, 2**23, 16
 #: Numbers of a copy.
 MOST_COPIED = 2**26
 
@@ -90,13 +91,35 @@ def _aligned_operand(
 ) -> Iterator[Alignment]:
     """``opposite``: for how many places of a tile a number is read once."""
     rows, half = _uneven_rows(planned, place), planned.plan.operand in HALF
-    if rows is None or points(planned) < LEAST_READS * opposite * rows.numbers:
+    if rows is None or points(planned) < opposite * max(LEAST_READ, LEAST_READS * rows.numbers):
         return
-    if rows.step > 1 and not (half and rows.gathered):  # which is read in pieces, not by numbers
+    if rows.step > 1 and not (half and rows.gathered):  # in pieces
         return
     tile = _tile(planned.plan, config, rows.var)
     if tile and _columns(planned, rows.read) <= MOST_COLUMNS:
         yield rows.aligned(place, tile)
+
+
+def sides_by_numbers(planned: Planned, config: Config, copied: Collection[int]) -> int:
+    """How long the sides of a tile are whose operand is read one number at a time; ``copied``:
+    places of factors that are copied first.
+    """
+    plan = planned.plan
+    sides = ((plan.roles.left, config.m), (plan.roles.right, config.n))
+    return sum(
+        tile
+        for places, tile in sides
+        if any(p not in copied and _is_read_by_numbers(plan, plan.factors[p]) for p in places)
+    )
+
+
+def _is_read_by_numbers(plan: Plan, factor: Expr) -> bool:
+    strides = dict(plan.strides)
+    return any(
+        math.gcd(*strides[read.tensor].units[:-1]) == 1 and strides[read.tensor].units[-1] == 1
+        for read in accesses(factor, nested=False)
+        if len(read.indices) > 1 and read.tensor in strides
+    )
 
 
 def aligned_rows(planned: Planned) -> Alignment | None:

@@ -94,6 +94,7 @@ class Planned:
     written: tuple[int, int] | None = None
     multiples: Mapping[str, int] = field(default_factory=dict)  # of variables of our own
     buffers: int = 0  # buffers for the result that are little (`Subject.small_buffers`)
+    altogether: int = 0  # those that are, whatever is read, if the result is rounded from them
     longest: int = 0  # entries of a row, a power of two; 0 where nothing is known of them
     entries: int = 0
 
@@ -240,8 +241,12 @@ class Subject:
         """How many buffers for the result are little beside the tensors that are read, or
         altogether, where it need not be rounded from them by one launch more.
         """
-        altogether = SMALL_BYTES // self.buffer_bytes() if self.bounds_result() else 0
-        return max(self.buffers_beside(), altogether if self.problem.dtype.itemsize > 2 else 0)
+        rounds = self.problem.dtype.itemsize <= 2
+        return max(self.buffers_beside(), 0 if rounds else self.buffers_altogether())
+
+    def buffers_altogether(self) -> int:
+        """How many of them are little, whatever is read."""
+        return SMALL_BYTES // self.buffer_bytes() if self.bounds_result() else 0
 
     def buffers_beside(self) -> int:
         """How many of them are little beside the tensors that are read."""
@@ -374,6 +379,7 @@ def finish(
         fill,
         multiples=draft.multiples,
         buffers=subject.small_buffers(),
+        altogether=subject.buffers_altogether(),
         longest=draft.longest,
         entries=draft.entries,
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from insum.lang.expr import Access
 from insum.plan.config import Config
@@ -18,6 +19,8 @@ from insum.plan.tiling import (
     ENOUGH_PROGRAMS,
     HIGH,
     LARGE_SIDE,
+    LEAST_CUT,
+    MANY_STEPS,
     dividing,
     extent,
     gathers_along,
@@ -28,6 +31,7 @@ from insum.plan.tiling import (
     is_large,
     k_tile,
     least_n,
+    steps_of_program,
     walks_entries,
     walks_matrices,
 )
@@ -40,6 +44,8 @@ SHALLOW = 16
 LOW = 32
 #: A sum that is cut into pieces, whatever the output.
 LONG_SUM = 4096
+#: Numbers of operands that a thread reads one by one.
+OWN_NUMBERS = 32
 
 
 def for_product(plan: Plan, extents: Mapping[str, int], *, along_sum: bool) -> Config:
@@ -147,6 +153,17 @@ def _in_shallow_steps(plan: Plan, extents: Mapping[str, int], m: int, n: int) ->
     return Config(m=m, n=n, k=k, warps=4, stages=3)
 
 
+def _dense_in_few_tiles(plan: Plan, extents: Mapping[str, int], m: int, n: int) -> Config | None:
+    """Dense factors whose sum is too short to be cut into pieces, which halves are rounded from."""
+    if not is_dense(plan) or plan.onehot >= 0 or plan.strategy != "store":
+        return None
+    size = BYTES.get(plan.operand, 4)
+    whole = Config(m=m, n=n, k=k_tile(plan, extents, size))
+    if steps_of_program(plan, whole, extents) >= (MANY_STEPS if size == 2 else LEAST_CUT):
+        return None
+    return _for_few_tiles(plan, extents, m, n)
+
+
 def _of_a_long_sum(plan: Plan, extents: Mapping[str, int], m: int, n: int) -> Config | None:
     """A long sum over entries is cut into pieces, which fill a device: tiles as large as the output
     is, so that what is gathered is read once.
@@ -166,6 +183,7 @@ _RULES = (
     _for_few_wide_segments,
     _added_at_once,
     _in_shallow_steps,
+    _dense_in_few_tiles,
     _of_a_long_sum,
 )
 
@@ -188,6 +206,22 @@ def _for_gathered_rows(plan: Plan, extents: Mapping[str, int]) -> Config | None:
         small = max(m, n) <= 32 <= extents[plan.roles.k[-1]]
         return Config(max(16, m), max(16, n), 256 // size, warps=1, stages=3) if small else None
     return _for_rows_along_m(plan, extents, n) if gathers_along(plan, plan.roles.m) else None
+
+
+def by_numbers(plan: Plan, config: Config, sides: int) -> Config:
+    """A tile of which so many ``sides``, of one operand or both, are read one number at a time:
+    each takes an address, so that a thread has few of them. One step for all of a sum is better
+    than several all the same.
+    """
+    if config.stages == 1:
+        return config
+    if BYTES.get(plan.operand, 4) == 4:  # and buffers of single numbers take longer to fill
+        config = replace(config, k=min(config.k, 2 * SHALLOW), stages=1)
+    if config.m * config.n >= LARGE_SIDE**2 and sides * config.k > OWN_NUMBERS * 32 * config.warps:
+        config = replace(config, warps=8)
+    while config.k > SHALLOW and sides * config.k > OWN_NUMBERS * 32 * config.warps:
+        config = replace(config, k=config.k // 2)
+    return config
 
 
 def _is_shallow(plan: Plan, extents: Mapping[str, int]) -> bool:
@@ -267,16 +301,17 @@ def _for_few_tiles(plan: Plan, extents: Mapping[str, int], m: int, n: int) -> Co
     """Smaller tiles, where so few would fill the device that the steps of one decide: more of them
     run at once, and a step waits for less. None where there are enough, or nothing to cut.
     """
-
-    whole = m, n
+    whole, size, several = (m, n), BYTES.get(plan.operand, 4), len(plan.roles.k) > 1
     while _programs(plan, extents, m, n) < ENOUGH_PROGRAMS // 2 and (m > HIGH or n > 32):
         m, n = (m // 2, n) if m > HIGH else (m, n // 2)
-    if (m, n) == whole or len(plan.roles.k) > 1:
+    if (m, n) == whole or several and not is_dense(plan):
         return None
-    k = dividing(extents[plan.roles.k[0]], LARGE_SIDE)
-    return Config(
-        m=m, n=n, k=k, warps=4, stages=max(2, min(4, PIPELINE_BYTES // ((m + n) * k * 2)))
-    )
+    if several or size == 4:
+        k = k_tile(plan, extents, size)
+    else:
+        k = dividing(extents[plan.roles.k[0]], LARGE_SIDE)
+    stages = max(2, min(4, PIPELINE_BYTES // ((m + n) * k * size)))
+    return Config(m=m, n=n, k=k, warps=4, stages=stages)
 
 
 def _fills_deep_tile(plan: Plan, extents: Mapping[str, int], k: int) -> bool:

@@ -79,6 +79,7 @@ def for_sum(plan: Plan, extents: Mapping[str, int]) -> Config:
         (_columns_summed_last, tile),
         (_of_shared_rows, tile),
         (_along_rows, row),
+        (_short_sums_of_columns, tile),
         (_turned, narrow),
         (_single_values, narrow),
         (_side_by_side, columns),
@@ -121,12 +122,15 @@ def _of_shared_rows(tile: SummedTile) -> Config | None:
     plan, (m, n, k) = tile.plan, SHARED_TILE
     if not _shares_sides(plan) or plan.strategy != "store" or plan.accumulator == "float64":
         return None
-    if tile.n < HIGH or tile.m < 8:
+    if tile.n < 16 or tile.m < 8:
         return None
-    n = min(tile.n, n)
-    while m > 8 and _tiles(tile, m, n) < ENOUGH_PROGRAMS // 2 or m > tile.m:
+    enough = ENOUGH_PROGRAMS // 2
+    if tile.n <= n and tile.m > tile.n:  # few columns: parts of them, to have programs
+        n, k, enough = (16, k, enough) if tile.n >= HIGH else (8, 2 * k, enough // 2)
+    while m > 8 and _tiles(tile, m, n) < enough or m > tile.m:
         m, k = m // 2, min(2 * k, 4)
-    return Config(m=m, n=n, k=min(k, tile.k), warps=max(1, min(4, m * n // 512)), stages=1)
+    n = min(tile.n, n)
+    return Config(m=m, n=n, k=min(k, tile.k), warps=max(1, min(4, m * n // 128)), stages=1)
 
 
 def _along_rows(tile: SummedTile) -> Config | None:
@@ -152,6 +156,19 @@ def _along_rows(tile: SummedTile) -> Config | None:
     if tile.plan.index_tensors and m == 1 and k == 128 and n >= 16:
         return Config(m=1, n=16, k=32, warps=4, stages=2)
     return None
+
+
+def _short_sums_of_columns(tile: SummedTile) -> Config | None:
+    """Rows lie along memory, and a few of them are summed: a thread sums as many columns as the
+    widest load has, and reads as many rows at once as every sum of the class has.
+    """
+    roles, n = tile.plan.roles, OWN_THREADS * SHORT_ROW
+    if roles.m or not 1 < tile.k <= 2 * OWN_STEPS or tile.n < ENOUGH_PROGRAMS * n // 2:
+        return None
+    along = contiguity(tile.plan.factors, roles.n[-1]) > 0
+    if not along or contiguity(tile.plan.factors, roles.k[-1]) or len(roles.k) > 1:
+        return None
+    return Config(m=1, n=n, k=1, warps=OWN_THREADS // 32, stages=min(tile.k // 2, OWN_STEPS))
 
 
 def _turned(tile: SummedTile) -> Config | None:

@@ -163,6 +163,11 @@ class StepBuilder:
         self.taken = {*term.taken, term.target.tensor, *term.shapes, *term.extents}
         self.fixed = sum(1 << k for k in term.fixed)
         self.exact = sum(1 << k for k in term.exact)
+        #: Whether of otherwise plain factors some have their numbers through an index.
+        self.by_numbers = any(map(picks_numbers, term.factors)) and all(
+            picks_numbers(part) or plain_variables(part) is not None
+            for part in (term.target, *term.factors)
+        )
         self.start = StepState(
             term.target, tuple(StepFactor(1 << k, f) for k, f in enumerate(term.factors))
         )
@@ -191,11 +196,11 @@ class StepBuilder:
         """What a point of a step takes."""
         several = len(self.term.factors) > 2
         # of more factors one kernel is a matrix product as well
-        if self.term.on_cpu or several and not self.term.uneven:
+        if self.term.on_cpu or several and not (self.term.uneven or self.by_numbers):
             return 1
         if _is_in_library(target, factors):
             return IN_LIBRARY
-        if several:
+        if several and not self.by_numbers:
             return UNEVEN if len(factors) > 2 else 1
         parts = (target, *factors) if None not in map(plain_variables, factors) else factors
         picked = (p for p in parts if picks_numbers(p))
@@ -414,8 +419,20 @@ def _is_in_library(target: Access, factors: tuple[Expr, ...]) -> bool:
 
 
 def picks_numbers(part: Expr) -> bool:
-    """Whether the innermost dimension of a tensor is read, or written, through an index."""
-    return isinstance(part, Access) and bool(part.indices) and _reads(part.indices[-1])
+    """Whether what lies beside each other in a tensor is read, or written, through an index: the
+    innermost dimension is, or another by an index tensor that this one runs along.
+
+    >>> from insum.lang.parser import parse
+    >>> [picks_numbers(parse(f"y[i,o] = {read}").value) for read in ("c[q[i,o]]", "c[q[i,o],o]")]
+    [True, True]
+    >>> picks_numbers(parse("y[i,o] = c[q[i],o]").value)
+    False
+    """
+    if not isinstance(part, Access) or not part.indices:
+        return False
+    *outer, last = part.indices
+    along = {*variables(last)}
+    return _reads(last) or any(_reads(i) and along.intersection(variables(i)) for i in outer)
 
 
 def _leaves_plain(made: StepBuffer) -> bool:

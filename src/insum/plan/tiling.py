@@ -20,6 +20,8 @@ SHORT = 32
 #: the largest factor.
 LONG = 48
 
+#: Steps from which on a sum is cut into pieces, and those that take longer than another launch.
+LEAST_CUT, MANY_STEPS = 16, 32
 #: Programs that fill a device twice over; fewer than this and a long reduction is cut into pieces.
 ENOUGH_PROGRAMS = 264
 
@@ -197,16 +199,16 @@ def pieces(plan: Plan, config: Config, extents: Mapping[str, int]) -> int:
     programs *= math.ceil(extent(plan.roles.m, extents) / config.m) * math.ceil(
         extent(plan.roles.n, extents) / config.n
     )
-    steps = _contraction_steps(plan, config, extents)
+    own = _contraction_steps(plan, config, extents)
     if plan.segment:
-        return _pieces_of_lists(plan, config, extents, programs, steps)
-    most = extents[plan.roles.outer[0]] if cuts_outer_loop(plan, config, extents) else steps
+        return _pieces_of_lists(plan, config, extents, programs, own)
+    most = extents[plan.roles.outer[0]] if cuts_outer_loop(plan, config, extents) else own
     if config.split:
         return max(1, min(config.split, most))
-    steps *= math.prod(extents[v] for v in plan.roles.outer)
+    steps = steps_of_program(plan, config, extents)
     # without matrix units all waits for memory, and many programs wait at once
     enough = ENOUGH_PROGRAMS if plan.roles.dot else 4 * ENOUGH_PROGRAMS
-    if programs >= enough // 2 or steps < 16 or not programs:
+    if programs >= enough // 2 or steps < LEAST_CUT or not programs:
         return 1
     return max(1, min(enough // programs, steps // 8, most))
 
@@ -218,6 +220,12 @@ def cuts_outer_loop(plan: Plan, config: Config, extents: Mapping[str, int]) -> b
     if plan.segment or not plan.roles.outer:
         return False
     return extents[plan.roles.outer[0]] > _contraction_steps(plan, config, extents)
+
+
+def steps_of_program(plan: Plan, config: Config, extents: Mapping[str, int]) -> int:
+    """How many steps a program takes whose sum is not cut."""
+    outer = math.prod(extents[v] for v in plan.roles.outer)
+    return outer * _contraction_steps(plan, config, extents)
 
 
 def _contraction_steps(plan: Plan, config: Config, extents: Mapping[str, int]) -> int:

@@ -299,10 +299,16 @@ class BoundLaunch:
         loaded = launch.loaded.get(key)
         if loaded is not None:
             return loaded
-        found = binaries.recalled(one.function, types, unaligned, warps, stages)
-        if found is None:
-            found = compiling.compile_kernel(one.function, types, unaligned, warps, stages)
-            binaries.note(found, one.function, types, unaligned, warps, stages)
+
+        def compiled(warps: int) -> Any:
+            options = one.function, types, unaligned, warps, stages
+            found = binaries.recalled(*options)
+            if found is None:
+                found = compiling.compile_kernel(*options)
+                binaries.note(found, *options)
+            return found
+
+        found = compiling.with_enough_registers(compiled, launch.spilled_bytes, warps)
         return launch.keep_loaded(key, launch.launcher_of(found))
 
     def job(self) -> compiling.Job:

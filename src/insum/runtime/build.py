@@ -15,10 +15,11 @@ from insum.codegen.unrolled import emit_unrolled, parts
 from insum.lang.bind import Problem
 from insum.lang.types import identity
 from insum.plan import first_guess, tiling
-from insum.plan.aligning import aligned_rows
+from insum.plan.aligning import aligned_operands, aligned_rows, sides_by_numbers
 from insum.plan.config import Choice, Config
 from insum.plan.draft import Planned, Wishes
-from insum.plan.fitting import is_along_sum
+from insum.plan.fitting import fit_of, is_along_sum
+from insum.plan.guess_products import by_numbers
 from insum.plan.orientation import oriented
 from insum.plan.sizes import BASE, NEW, OUT
 from insum.plan.uses import Use
@@ -98,16 +99,29 @@ def _into_new(planned: Planned) -> Planned:
 
 def first_choice(planned: Planned, wishes: Wishes) -> Choice:
     """What the model says, without any search."""
-    plan = oriented(planned.plan, planned.extents, allowed=wishes.settings.swap)
-    copy = aligned_rows(replace(planned, plan=plan))
+    planned = replace(
+        planned, plan=oriented(planned.plan, planned.extents, allowed=wishes.settings.swap)
+    )
+    plan, copy = planned.plan, aligned_rows(planned)
     choice = first_guess.first_choice(
         plan if copy is None else copy.reading(plan),
         planned.extents,
         longest=planned.longest,
         entries=planned.entries,
-        along_sum=is_along_sum(replace(planned, plan=plan)),
+        along_sum=is_along_sum(planned),
     )
+    if plan.roles.dot and not plan.pattern:
+        choice = _for_operands_as_they_lie(planned, choice)
     return first_guess.suited(plan, planned.extents, choice, wishes.architecture)
+
+
+def _for_operands_as_they_lie(planned: Planned, choice: Choice) -> Choice:
+    """A smaller tile where operands are read one number at a time, because no copy of them pays."""
+    (config,) = choice
+    fit = fit_of(planned, config)
+    places = [one.place for one in aligned_operands(planned, config)]
+    sides = sides_by_numbers(planned, config, [*places, *([fit.place] if fit else [])])
+    return (by_numbers(planned.plan, config, sides),) if sides else choice
 
 
 def step_of(planned: Planned, wishes: Wishes, choice: Choice, room: Room | None) -> ProductLaunches:

@@ -116,7 +116,19 @@ def _pieces(product: ProductBuild, config: Config) -> tuple[int, bool]:
         return found, found > 1
     alone = plan.reduce != "sum" or wishes.deterministic or wishes.accumulate
     found = max(1, min(wanted, buffers if alone or not buffers else wanted))
+    if found == 1 < wanted and _is_long(product, config):
+        found = max(1, min(wanted, product.planned.altogether))
+        return found, found > 1
     return found, alone and found > 1
+
+
+def _is_long(product: ProductBuild, config: Config) -> bool:
+    """Whether programs take so many steps that to round their sums in another launch is little."""
+    plan = product.plan
+    whole = not plan.roles.post or tiling.cuts_outer_loop(plan, config, product.extents)
+    if not plan.roles.dot or not whole:
+        return False
+    return tiling.steps_of_program(plan, config, product.extents) >= tiling.MANY_STEPS
 
 
 def _may_cut_lists(product: ProductBuild, *, asked: bool) -> bool:

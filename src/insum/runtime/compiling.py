@@ -13,11 +13,13 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
+
+C = TypeVar("C")
 
 _compiled = 0  # kernels, for the device that is here
 #: Between the heading of a file and its kernel.
@@ -132,6 +134,34 @@ def compile_kernel(
     return triton.compile(source, target=target, options=options)
 
 
+#: Bytes that a thread may keep in memory for want of registers, and warps up to which a program
+#: gets more of them instead.
+MOST_SPILLED, MOST_WARPS = 160, 16
+
+
+def with_enough_registers(
+    compiled: Callable[[int], C], spilled: Callable[[C], int], warps: int
+) -> C:
+    """What is ``compiled`` for so many warps; where that leaves bytes ``spilled``, for twice as
+    many, among which the same tile is divided, as long as it helps.
+
+    >>> with_enough_registers(lambda warps: warps, lambda warps: {4: 900, 8: 200}.get(warps, 0), 4)
+    16
+    >>> with_enough_registers(lambda warps: warps, lambda warps: 200, 4)
+    4
+    """
+    found = compiled(warps)
+    left = spilled(found)
+    while left > MOST_SPILLED and 2 * warps <= MOST_WARPS:
+        warps *= 2
+        other = compiled(warps)
+        remaining = spilled(other)
+        if remaining >= left:
+            break
+        found, left = other, remaining
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class CompilerReport:
     """What the compiler says of a kernel for one target, without running it."""
@@ -141,6 +171,7 @@ class CompilerReport:
     shared: int
     registers: int
     stack: int  # bytes of local memory: above zero, registers were spilled
+    warps: int
 
     def uses(self, instruction: str) -> bool:
         return any(instruction in text for text in self.assembly.values())
@@ -164,7 +195,7 @@ def compile_for(
     binary = compile_kernel(function, types, unaligned, warps, stages, GPUTarget(*TARGETS[target]))
     registers, stack = _resources(binary, target)
     texts = {key: text for key, text in binary.asm.items() if isinstance(text, str)}
-    return CompilerReport(target, texts, binary.metadata.shared, registers, stack)
+    return CompilerReport(target, texts, binary.metadata.shared, registers, stack, warps)
 
 
 def _resources(binary: Any, target: str) -> tuple[int, int]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from insum.plan.sizes import BASE, OUT
 from insum.plan.uses import uses_of
 from insum.runtime import classify, compiling, launch
 from insum.runtime.answers import Answers
+from insum.runtime.bound_launch import BoundLaunch
 from insum.runtime.program import ProductLaunches, Program, Refusal
 from insum.runtime.prologue.prologue import Prologue
 from insum.runtime.ready import Ready, ready
@@ -207,12 +207,20 @@ def compile_only(
         raise CannotFuse(program.reason)
     found: list[tuple[str, compiling.CompilerReport]] = []
     for one in look.ready(program).launches:
-        config: Any = one.launch.config
-        compiled = compiling.compile_for(
-            one.launch.function, one.types, architecture, warps=config.warps, stages=config.stages
-        )
-        found.append((one.launch.plan.strategy, compiled))
+        found.append((one.launch.plan.strategy, _compiled_for(one, architecture)))
     return found
+
+
+def _compiled_for(one: BoundLaunch, architecture: str) -> compiling.CompilerReport:
+    """As a launch would compile it."""
+    function, config = one.launch.function, one.launch.config
+
+    def compiled(warps: int) -> compiling.CompilerReport:
+        return compiling.compile_for(
+            function, one.types, architecture, warps=warps, stages=config.stages
+        )
+
+    return compiling.with_enough_registers(compiled, lambda found: found.stack, config.warps)
 
 
 def compile_note(problem: Problem, values: Mapping[str, Value], architecture: str) -> str:

@@ -111,6 +111,19 @@ def keep_loaded(key: object, launcher: Launcher) -> Launcher:
         return loaded.setdefault(key, launcher)
 
 
+def spilled_bytes(compiled: Any) -> int:
+    """What a thread of a compiled kernel keeps in memory for want of registers; of one that this
+    device cannot load, more than of any other.
+    """
+    from triton.runtime.errors import OutOfResources
+
+    try:
+        compiled[(1, 1, 1)]  # which loads it onto the device
+    except OutOfResources:
+        return sys.maxsize
+    return 4 * int(getattr(compiled, "n_spills", 0))
+
+
 def launcher_of(compiled: Any) -> Launcher:
     """Launches a compiled kernel without what Triton does at every launch for hooks that nobody has
     set.

@@ -33,7 +33,7 @@ from insum.plan.strategies.atomics import (
     atomic_keeps_its_tiles,
     atomic_reads_matrices_once,
 )
-from insum.plan.strategies.inverting import inverse
+from insum.plan.strategies.inverting import columns_in_order, inverse
 from insum.plan.strategies.one_hot import onehot
 from insum.plan.strategies.packing import packed
 from insum.plan.strategies.segmenting import segments
@@ -50,6 +50,7 @@ SCATTERED = (
     shared_rows,
     sorted_for_heavy_rows,
     onehot,
+    columns_in_order,
     unique,
     atomic_is_asked_for,
     atomic_keeps_its_tiles,

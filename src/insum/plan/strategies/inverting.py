@@ -1,5 +1,5 @@
-"""Where the other variables fix the scattered one, as in a neighbour table, the scatter is a gather
-through the inverse table.
+"""Scatters that are gathers through an inverse table: where the other variables fix the scattered
+one, as in a neighbour table, and where columns are put into an order.
 """
 
 from __future__ import annotations
@@ -16,12 +16,29 @@ from insum.plan.substitution import Scatter, substitute
 
 
 def inverse(subject: Subject, draft: Draft, scatter: Scatter) -> Planned | None:
+    if len(scatter.variables) < 2 or not tiles_scatter(subject, draft, scatter):
+        return None
+    return None if subject.may_wrap(scatter.access.tensor) else _inverted(subject, draft, scatter)
+
+
+def columns_in_order(subject: Subject, draft: Draft, scatter: Scatter) -> Planned | None:
+    """Numbers that are stored one by one beside each other each take a piece of memory; loads of
+    them share what they read.
+    """
+    name, last = scatter.access.tensor, len(draft.target.indices) - 1
+    if len(scatter.variables) != 1 or scatter.dim != last or last == 0:
+        return None
+    known = subject.known(name)
+    if known is None or not known.unique or not subject.is_clean(name):
+        return None
+    return _inverted(subject, draft, scatter)
+
+
+def _inverted(subject: Subject, draft: Draft, scatter: Scatter) -> Planned | None:
     if subject.sizes.general:  # which does not say what is long in a table
         return None
     known = subject.known(scatter.access.tensor)
-    if known is None or subject.wishes.settings.scatter != "auto" or len(scatter.variables) < 2:
-        return None
-    if not tiles_scatter(subject, draft, scatter) or subject.may_wrap(scatter.access.tensor):
+    if known is None or subject.wishes.settings.scatter != "auto":
         return None
     sizes = [draft.extents[v] for v in scatter.variables]
     dim = max(range(len(sizes)), key=lambda d: sizes[d])

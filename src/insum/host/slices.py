@@ -1,0 +1,204 @@
+"""Windows, slice by slice: where ``x[i+a]`` is read or written, each ``a`` is a slice of ``x``,
+which lies in memory as it is. A graph would make a copy of all windows, as many times as large.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from insum.graph.lower import live_terms
+from insum.graph.value import meeting_dtype
+from insum.host.arguments import HostCall
+from insum.host.chunks import AT_ONCE
+from insum.host.roles import as_tensor, cast
+from insum.lang.bind import Problem
+from insum.lang.expr import Access, Affine, Var, accesses, variables
+
+#: Slices that are added up one after the other, and numbers of one below which calling torch takes
+#: longer than what it does.
+MOST_SLICES, LEAST_POINTS = 512, 1 << 12
+#: Places that are done at a time, at least.
+LEAST_PLACES = 8
+#: Where each variable stands that is looped over.
+LoopPlaces: TypeAlias = Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class SlicedIndex:
+    """One dimension: where its slice begins, by the variables that are looped over, and which
+    variable runs along it, in which steps; '' where a single place is left.
+    """
+
+    offset: int
+    looped: tuple[tuple[int, str], ...]
+    var: str
+    step: int
+
+    def begin(self, places: LoopPlaces) -> int:
+        own = self.step * places.get(self.var, 0)
+        return self.offset + own + sum(by * places[name] for by, name in self.looped)
+
+
+@dataclass(frozen=True, slots=True)
+class SlicedAccess:
+    """A tensor, sliced anew for every place of the variables that are looped over."""
+
+    tensor: str
+    indices: tuple[SlicedIndex, ...]
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        return tuple(index.var for index in self.indices if index.var)
+
+    def of(self, tensor: Tensor, places: LoopPlaces, extents: Mapping[str, int]) -> Tensor:
+        dim = 0
+        for index in self.indices:
+            begin = index.begin(places)
+            if not index.var:
+                tensor = tensor.select(dim, begin)
+                continue
+            end = begin + index.step * (extents[index.var] - 1) + 1
+            tensor = tensor[(slice(None),) * dim + (slice(begin, end, index.step),)]
+            dim += 1
+        return tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slices:
+    """``y[i] = x[i+a] * w[a]``, added up over ``a``: ``loops`` are the variables that each slice
+    has one place of. All of that is done for ``step`` places of ``var`` after the other, which stay
+    in cache.
+    """
+
+    problem: Problem
+    target: SlicedAccess
+    factors: tuple[SlicedAccess, ...]
+    loops: tuple[str, ...]
+    var: str
+    step: int
+    name, slowness = "slices", 0
+    why = "windows are added up slice by slice: no copy of them is made"
+
+    def __call__(self, call: HostCall) -> Tensor:
+        dtype = meeting_dtype(self.problem)
+        extents = {v: int(n) for v, n in self.problem.extents.items()}
+        read = {f.tensor: cast(as_tensor(call.values[f.tensor]), dtype) for f in self.factors}
+        out = torch.zeros([int(n) for n in self.problem.shape], dtype=dtype)
+        whole = extents.get(self.var, 1)
+        for start in range(0, whole, self.step):
+            extents[self.var] = min(self.step, whole - start)
+            for at in itertools.product(*(range(extents[v]) for v in self.loops)):
+                places = {**dict(zip(self.loops, at)), self.var: start}
+                parts = [f.of(read[f.tensor], places, extents) for f in self.factors]
+                self.add(self.target.of(out, places, extents), parts)
+        return cast(out, self.problem.dtype)
+
+    def add(self, into: Tensor, parts: Sequence[Tensor]) -> None:
+        kept = self.target.variables
+        own = [f.variables for f in self.factors]
+        if {v for names in own for v in names} - {*kept}:
+            into.add_(_contracted(parts, own, kept))
+            return
+        first, *others = (_spread(p, names, kept) for p, names in zip(parts, own, strict=True))
+        if not others:
+            into.add_(first)
+            return
+        *inner, last = others
+        for part in inner:
+            first = first * part
+        into.addcmul_(first, last)
+
+
+def _spread(part: Tensor, names: Sequence[str], kept: Sequence[str]) -> Tensor:
+    """Its dimensions in the order of those of the result, with one place for each that it lacks."""
+    part = part.permute([names.index(v) for v in kept if v in names])
+    for dim, var in enumerate(kept):
+        if var not in names:
+            part = part.unsqueeze(dim)
+    return part
+
+
+def _contracted(
+    parts: Sequence[Tensor], own: Sequence[Sequence[str]], kept: Sequence[str]
+) -> Tensor:
+    numbers = {v: n for n, v in enumerate(dict.fromkeys(v for names in own for v in names))}
+    operands: list[object] = []
+    for part, names in zip(parts, own, strict=True):
+        operands += part, [numbers[v] for v in names]
+    found = [v for v in kept if v in numbers]
+    return _spread(torch.einsum(*operands, [numbers[v] for v in found]), found, kept)
+
+
+def slices_of(problem: Problem) -> Slices | None:
+    """None where there are no windows, or of one tensor alone, whose views are added up as they
+    are; where indices are read, and where slices are too small, or too many.
+    """
+    terms, statement = live_terms(problem), problem.statement
+    if len(terms) != 1 or statement.operator not in ("=", "+=") or not _are_floats(problem):
+        return None
+    reads = [factor for factor in terms[0].factors if isinstance(factor, Access)]
+    every = [statement.target, *reads]
+    if len(reads) != len(terms[0].factors) or any(
+        True for a in every for i in a.indices for _ in accesses(i)
+    ):
+        return None
+    extents = {v: int(n) for v, n in problem.extents.items()}
+    loops = _looped([index for access in every for index in access.indices], extents)
+    count = prod(extents[v] for v in loops)
+    if not loops or count > MOST_SLICES or prod(extents.values()) < LEAST_POINTS * count:
+        return None
+    sliced = [_sliced(access, loops) for access in every]
+    if None in sliced or {*terms[0].variables} - {v for a in reads for v in variables(a)}:
+        return None
+    target, *factors = (one for one in sliced if one is not None)
+    if len(factors) < 2 or not _is_plain(target, factors):
+        return None
+    var = next(iter(target.variables), "")
+    rest = 8 * prod(n for v, n in extents.items() if v not in loops and v != var)
+    step = max(LEAST_PLACES, AT_ONCE // max(1, rest))
+    return Slices(problem, target, tuple(factors), loops, var, step)
+
+
+def _is_plain(target: SlicedAccess, factors: Sequence[SlicedAccess]) -> bool:
+    """Whether slices are multiplied number by number, or all of their products added up: a product
+    of matrices is quicker over copies of all windows.
+    """
+    kept = {*target.variables}
+    return not kept or {v for factor in factors for v in factor.variables} <= kept
+
+
+def _are_floats(problem: Problem) -> bool:
+    """Whether all is added up as it is read."""
+    kinds = [kind for kind in problem.kinds.values() if kind.device is not None]
+    same = len(kinds) == len(problem.kinds)
+    return same and all(k.dtype in (torch.float32, torch.float64) for k in kinds)
+
+
+def _looped(indices: Sequence[Affine], extents: Mapping[str, int]) -> tuple[str, ...]:
+    """Of the variables of each window all but the longest."""
+    found: dict[str, None] = {}
+    for index in indices:
+        names = [atom.name for _, atom in index.terms if isinstance(atom, Var)]
+        found |= dict.fromkeys(sorted(names, key=lambda v: extents[v])[:-1])
+    return tuple(found)
+
+
+def _sliced(access: Access, loops: Sequence[str]) -> SlicedAccess | None:
+    found = []
+    for index in access.indices:
+        terms = [(by, atom.name) for by, atom in index.terms if isinstance(atom, Var)]
+        looped = tuple(term for term in terms if term[1] in loops)
+        left = [term for term in terms if term[1] not in loops]
+        if len(left) > 1 or any(by < 1 for by, _ in left):
+            return None
+        step, var = left[0] if left else (1, "")
+        found.append(SlicedIndex(index.offset, looped, var, step))
+    made = SlicedAccess(access.tensor, tuple(found))
+    return made if len({*made.variables}) == len(made.variables) else None
