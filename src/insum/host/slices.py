@@ -17,7 +17,7 @@ from insum.graph.lower import live_terms
 from insum.graph.value import meeting_dtype
 from insum.host.arguments import HostCall
 from insum.host.chunks import AT_ONCE
-from insum.host.roles import as_tensor, cast
+from insum.host.roles import FLOATS, as_tensor, cast
 from insum.lang.bind import Problem
 from insum.lang.expr import Access, Affine, Var, accesses, variables
 
@@ -175,10 +175,8 @@ def _is_plain(target: SlicedAccess, factors: Sequence[SlicedAccess]) -> bool:
 
 
 def _are_floats(problem: Problem) -> bool:
-    """Whether all is added up as it is read."""
-    kinds = [kind for kind in problem.kinds.values() if kind.device is not None]
-    same = len(kinds) == len(problem.kinds)
-    return same and all(k.dtype in (torch.float32, torch.float64) for k in kinds)
+    kinds = problem.kinds.values()
+    return all(kind.device is not None and kind.dtype in FLOATS for kind in kinds)
 
 
 def _looped(indices: Sequence[Affine], extents: Mapping[str, int]) -> tuple[str, ...]:
