@@ -17,7 +17,7 @@ class Config:
         m: Tile size of the first side of a product, a power of two; 1 where the axis is not used.
         n: That of the other side.
         k: That of the summed axis.
-        warps: Warps of a program, Triton's ``num_warps``.
+        warps: Warps of a program, Triton's ``num_warps``; a kernel that spills registers has more.
         stages: Stages of its pipelines, Triton's ``num_stages``.
         split: Nonzeros at which a long row is cut (0: never), or the number of pieces of a long
             reduction (0: as many as fill the device).

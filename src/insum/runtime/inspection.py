@@ -236,5 +236,5 @@ def compile_note(problem: Problem, values: Mapping[str, Value], architecture: st
     name, figures = max(compiled, key=lambda c: c[1].registers)
     return (
         f"{name}{' + wgmma' if any(c.uses('wgmma') for _, c in compiled) else ''}, "
-        f"{figures.registers} registers, {figures.stack} bytes spilled"
+        f"{figures.registers} registers, {figures.stack} bytes spilled, {figures.warps} warps"
     )
