@@ -20,6 +20,7 @@ STATEMENTS: dict[str, tuple[dict[str, tuple[int, ...]], tuple[int, ...]]] = {
     "w[a,b] = y[i,j] * x[i+a,j+b]": ({"y": (7, 7), "x": (9, 8)}, (3, 2)),
     "w[b,a] = y[j,i] * x[i+a,j+b] * v[i]": ({"y": (7, 6), "x": (8, 8), "v": (6,)}, (2, 3)),
     "y[j,i] = x[i+a,3] * z[i+a,j] * w[a]": ({"x": (8, 5), "z": (8, 4), "w": (3,)}, (4, 6)),
+    "w[c,k] = y[b,c,t] * x[b,t+k,c]": ({"y": (2, 3, 9), "x": (2, 12, 3)}, (3, 4)),
     "y[i,k] = x[i+a] * w[a,k]": ({"x": (30,), "w": (5, 3)}, (26, 3)),
 }
 
@@ -39,14 +40,13 @@ def drawn(statement: str, dtype: torch.dtype) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("places", [1, 4, 1 << 20])
+@pytest.mark.parametrize("at_once", [0, 200, 1 << 20])
 @pytest.mark.parametrize("statement", STATEMENTS)
 def test_values(
-    statement: str, places: int, dtype: torch.dtype, small: None, monkeypatch: pytest.MonkeyPatch
+    statement: str, at_once: int, dtype: torch.dtype, small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also a few places at a time, and added to what is there."""
-    monkeypatch.setattr(slices, "LEAST_PLACES", places)
-    monkeypatch.setattr(slices, "AT_ONCE", 0)
+    """Also one place, or a few, at a time, and added to what is there."""
+    monkeypatch.setattr(slices, "AT_ONCE", at_once)
     values, (_, shape) = drawn(statement, dtype), STATEMENTS[statement]
     assert "slices" in str(insum.explain(statement, out_shape=shape, **values))
     got = insum.insum(statement, out_shape=shape, **values)

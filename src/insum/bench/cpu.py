@@ -1,6 +1,6 @@
 """``insum bench cpu``: statements on a CPU beside what PyTorch and e3nn have for the job there:
-sparse times dense, sparse convolution, tensor products of rows and along edges; forward, and with
-gradients.
+sparse times dense, sparse convolution, tensor products of rows and along edges, windows over dense
+tensors; forward, and with gradients.
 
 Contenders take turns, and each is called once before it is timed, so that nobody pays for what
 another has left in caches and in the allocator. Results are compared with float64 references first.
@@ -18,14 +18,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from insum.bench import conv, data, equivariant, spmm, tensor_product
+from insum.bench.gallery import Exhibit
 from insum.bench.measure import ReadyContender, Results, in_turns, once, relative_error
 from insum.bench.records import BOTH, FORWARD
 from insum.bench.study import Study
 
 CPU = torch.device("cpu")
-APPLICATIONS = ("spmm", "conv", "tensor-product", "equivariant")
+APPLICATIONS = ("spmm", "conv", "tensor-product", "equivariant", "windows")
 DIRECTIONS = (FORWARD, BOTH)
 #: None of these was looked at while the ways of a CPU were chosen.
 GRAPHS, COLUMNS = ("PROTEINS_full", "c-46", "ego-twitter"), (16, 96, 128)
@@ -67,6 +69,9 @@ def cases(study: Study) -> Iterator[CpuCase]:
     if "equivariant" in wanted:
         for degree, channels, edges in EDGES[:most]:
             yield from edge_cases(degree, channels, edges)
+    if "windows" in wanted:
+        for exhibit in windows()[:most]:
+            yield from window_cases(exhibit)
 
 
 def conv_cases(name: str, voxels: Tensor, channels: int) -> Iterator[CpuCase]:
@@ -110,6 +115,62 @@ def edge_cases(degree: int, channels: int, edges: int) -> Iterator[CpuCase]:
     given = equivariant.inputs(degree, channels, edges, CPU)
     label = f"degree {degree}, {channels} channels, {edges} edges"
     yield from beside_e3nn("product along edges", label, equivariant, given)
+
+
+def windows() -> list[Exhibit]:
+    """What a convolution of PyTorch does, too."""
+    draw = data.RandomTensors(CPU)
+    return [
+        Exhibit(
+            "a stencil of 5 x 5 on 1000 x 1204",
+            "y[i,j] = w[a,b] * x[i+a,j+b]",
+            {"w": draw.normal(5, 5), "x": draw.normal(1004, 1208)},
+            lambda w, x: functional.conv2d(x[None, None], w[None, None])[0, 0],
+            leaves=("w", "x"),
+            options={"out_shape": (1000, 1204)},
+        ),
+        Exhibit(
+            "a stencil of 3 x 3 on 300 pictures of 62 x 62",
+            "y[n,i,j] = w[a,b] * x[n,i+a,j+b]",
+            {"w": draw.normal(3, 3), "x": draw.normal(300, 64, 64)},
+            lambda w, x: functional.conv2d(x[:, None], w[None, None])[:, 0],
+            leaves=("w", "x"),
+            options={"out_shape": (300, 62, 62)},
+        ),
+        Exhibit(
+            "channels apart, 7 wide: 8 of 96 channels, 3000 long",
+            "y[b,c,t] = x[b,c,t+k] * w[c,k]",
+            {"x": draw.normal(8, 96, 3006), "w": draw.normal(96, 7)},
+            lambda x, w: functional.conv1d(x, w[:, None], groups=96),
+            leaves=("x", "w"),
+            options={"out_shape": (8, 96, 3000)},
+        ),
+        Exhibit(
+            "a filter of 50, 200000 long",
+            "y[t] = x[t+k] * w[k]",
+            {"x": draw.normal(200_049), "w": draw.normal(50)},
+            lambda x, w: functional.conv1d(x[None, None], w[None, None])[0, 0],
+            leaves=("x", "w"),
+            options={"out_shape": (200_000,)},
+        ),
+        Exhibit(
+            "every second place, 3 wide: 40 columns, 25000 long",
+            "y[t,f] = x[2*t+k,f] * w[k,f]",
+            {"x": draw.normal(50_001, 40), "w": draw.normal(3, 40)},
+            lambda x, w: functional.conv1d(x.T[None], w.T[:, None], stride=2, groups=40)[0].T,
+            leaves=("x", "w"),
+            options={"out_shape": (25_000, 40)},
+        ),
+    ]
+
+
+def window_cases(exhibit: Exhibit) -> Iterator[CpuCase]:
+    for direction in DIRECTIONS:
+        found = {
+            "insum": exhibit.ready(exhibit.ours, direction),
+            "torch convolution": exhibit.ready(exhibit.of(exhibit.formula), direction),
+        }
+        yield CpuCase("windows", exhibit.name, direction, found, exhibit.want(direction))
 
 
 def beside_e3nn(application: str, label: str, bench: Any, given: Any) -> Iterator[CpuCase]:

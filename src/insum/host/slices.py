@@ -16,7 +16,6 @@ from torch import Tensor
 from insum.graph.lower import live_terms
 from insum.graph.value import meeting_dtype
 from insum.host.arguments import HostCall
-from insum.host.chunks import AT_ONCE
 from insum.host.roles import FLOATS, as_tensor, cast
 from insum.lang.bind import Problem
 from insum.lang.expr import Access, Affine, Var, accesses, variables
@@ -24,8 +23,9 @@ from insum.lang.expr import Access, Affine, Var, accesses, variables
 #: Slices that are added up one after the other, and numbers of one below which calling torch takes
 #: longer than what it does.
 MOST_SLICES, LEAST_POINTS = 512, 1 << 12
-#: Places that are done at a time, at least.
-LEAST_PLACES = 8
+#: Bytes of what is read and written of one slice after the other before what comes next, measured:
+#: a part of the last cache. Less is done in no time, beside calling torch.
+AT_ONCE = 1 << 23
 #: Where each variable stands that is looped over.
 LoopPlaces: TypeAlias = Mapping[str, int]
 
@@ -101,19 +101,18 @@ class Slices:
         return cast(out, self.problem.dtype)
 
     def add(self, into: Tensor, parts: Sequence[Tensor]) -> None:
+        """One slice of each factor, multiplied and, where more is summed, added up."""
         kept = self.target.variables
         own = [f.variables for f in self.factors]
-        if {v for names in own for v in names} - {*kept}:
-            into.add_(_contracted(parts, own, kept))
-            return
-        first, *others = (_spread(p, names, kept) for p, names in zip(parts, own, strict=True))
-        if not others:
-            into.add_(first)
-            return
-        *inner, last = others
+        summed = tuple(dict.fromkeys(v for names in own for v in names if v not in kept))
+        order = (*kept, *summed)
+        first, *inner, last = (_spread(p, names, order) for p, names in zip(parts, own))
         for part in inner:
             first = first * part
-        into.addcmul_(first, last)
+        if summed:
+            into.add_((first * last).sum(tuple(range(len(kept), len(order)))))
+        else:
+            into.addcmul_(first, last)
 
 
 def _spread(part: Tensor, names: Sequence[str], kept: Sequence[str]) -> Tensor:
@@ -123,17 +122,6 @@ def _spread(part: Tensor, names: Sequence[str], kept: Sequence[str]) -> Tensor:
         if var not in names:
             part = part.unsqueeze(dim)
     return part
-
-
-def _contracted(
-    parts: Sequence[Tensor], own: Sequence[Sequence[str]], kept: Sequence[str]
-) -> Tensor:
-    numbers = {v: n for n, v in enumerate(dict.fromkeys(v for names in own for v in names))}
-    operands: list[object] = []
-    for part, names in zip(parts, own, strict=True):
-        operands += part, [numbers[v] for v in names]
-    found = [v for v in kept if v in numbers]
-    return _spread(torch.einsum(*operands, [numbers[v] for v in found]), found, kept)
 
 
 def slices_of(problem: Problem) -> Slices | None:
@@ -162,16 +150,17 @@ def slices_of(problem: Problem) -> Slices | None:
         return None
     var = next(iter(target.variables), "")
     rest = 8 * prod(n for v, n in extents.items() if v not in loops and v != var)
-    step = max(LEAST_PLACES, AT_ONCE // max(1, rest))
+    step = max(1, AT_ONCE // max(1, rest))
     return Slices(problem, target, tuple(factors), loops, var, step)
 
 
 def _is_plain(target: SlicedAccess, factors: Sequence[SlicedAccess]) -> bool:
-    """Whether slices are multiplied number by number, or all of their products added up: a product
-    of matrices is quicker over copies of all windows.
+    """Whether nothing is summed of slices; or all along the windows is, and no product is larger
+    than they are. Products of matrices, and of vectors, are quicker over all windows at once.
     """
-    kept = {*target.variables}
-    return not kept or {v for factor in factors for v in factor.variables} <= kept
+    every, kept = {v for factor in factors for v in factor.variables}, {*target.variables}
+    along = {i.var for factor in factors for i in factor.indices if i.var and i.looped}
+    return every <= kept or not along & kept and any(every == {*f.variables} for f in factors)
 
 
 def _are_floats(problem: Problem) -> bool:
