@@ -108,7 +108,16 @@ def test_a_note_that_cannot_be_written_is_no_error(
 
 @pytest.mark.parametrize(
     ("spilled", "warps"),
-    [({4: 0}, [4]), ({4: 160}, [4]), ({4: 400, 8: 0}, [4, 8]), ({4: 400, 8: 400}, [4, 8])],
+    [
+        ({4: 0}, [4]),
+        ({4: 160}, [4]),
+        ({4: 400, 8: 0}, [4, 8]),
+        ({4: 400, 8: 400}, [4, 8]),
+        ({4: 900, 8: 400, 16: 200}, [4, 8, 16]),
+        ({4: 400}, [4, 8]),  # no more warps can be compiled
+        ({4: compiling.UNLOADABLE}, [4]),
+        ({4: 400, 8: compiling.UNLOADABLE}, [4, 8]),
+    ],
 )
 def test_a_kernel_that_spills_is_compiled_for_more_warps(
     spilled: dict[int, int], warps: list[int], monkeypatch: pytest.MonkeyPatch

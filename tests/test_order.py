@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 import insum
-from insum.call.bound import BoundStage
-from insum.call.prepared import prepare
-from insum.call.request import request_of
+from insum.call.bound import BoundStage, FilledBuffers, _run_stages
+from insum.call.prepared import kinds_of, prepare
+from insum.call.request import Form, request_of
 from insum.call.stages import Stage, layouts_of, stages_of
-from insum.lang.expr import accesses, variables
+from insum.lang.expr import accesses, tensors_of, variables
 from insum.lang.parser import parse
 from insum.plan import order, steps
 from insum.plan.library import is_matrix_product
@@ -560,6 +560,34 @@ def test_gradients_of_one_pass_share_their_buffers(monkeypatch: pytest.MonkeyPat
         torch.testing.assert_close(one, other)
     assert len(filled) > len({text for text, _ in filled}) > 1
     assert len({number for _, number in filled}) == len({text for text, _ in filled})
+
+
+def test_buffers_that_are_gone_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was too large to be kept is no longer there, and another may be where it was."""
+    monkeypatch.setattr("insum.call.bound.MOST_FILLED", 10_000)
+    n, draw = 100, torch.Generator().manual_seed(0)
+
+    def stage(text: str, fills: str, rank: int, **sizes: int) -> BoundStage:
+        keys = (*((d, None) for d in range(rank)), *((v, None) for v in sizes))
+        form = Form(text, keys, (), torch.float64, None, frozenset(), "never")
+        reads = tensors_of(parse(text))
+        given = (*(n for _ in range(rank)), *sizes.values())
+        return BoundStage(kinds_of(form), Stage(form, fills, reads, (), ()), given)
+
+    A, B = (torch.randn(n, 2, generator=draw, dtype=torch.float64) for _ in "AB")
+    values = {"A": A, "B": B, "C": torch.randn(n, generator=draw, dtype=torch.float64)}
+    large = [
+        stage(f"P[i,k] = {first} * {second}", "P", 2, i=n, j=2, k=n)
+        for first, second in (("A[i,j]", "B[k,j]"), ("A[k,j]", "B[i,j]"))
+    ]
+    small = stage("Q[i] = P[i,k] * C[k]", "Q", 1, i=n, k=n)
+    last = stage("y[i] = Q[i] * C[i]", "", 1, i=n)
+    filled: FilledBuffers = {}
+    for turn in range(12):
+        stages = large[turn % 2], small, last
+        got = _run_stages(stages, "new", values, None, filled)
+        first, second = (A, B) if turn % 2 == 0 else (B, A)
+        torch.testing.assert_close(got, first @ second.T @ values["C"] * values["C"])
 
 
 def test_gradients_of_gradients_through_shared_buffers() -> None:

@@ -4,7 +4,8 @@ in kernels, as a CPU has it, as a graph, or as several statements, one after the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -27,8 +28,22 @@ if TYPE_CHECKING:
     from insum.runtime.fused import FusedCall
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class FilledBuffer:
+    """A buffer, and what it was filled from: tensors by weak references, for those that were not
+    kept are gone, and others may be where they were.
+    """
+
+    buffer: Tensor
+    sources: tuple[Any, ...]
+
+    def is_from(self, values: Iterable[Value]) -> bool:
+        found = (one() if isinstance(one, weakref.ref) else one for one in self.sources)
+        return all(one is value for one, value in zip(found, values, strict=True))
+
+
 #: Buffers of several statements on the same tensors, by what fills them, and from which tensors.
-FilledBuffers: TypeAlias = dict[tuple[object, ...], Tensor]
+FilledBuffers: TypeAlias = dict[tuple[object, ...], FilledBuffer]
 #: Bytes of buffers that are kept for the next of these statements.
 MOST_FILLED = 1 << 26
 
@@ -50,11 +65,13 @@ class BoundStage:
         if filled is None:
             return self.kinds.find(given, self.sizes).run("new", given, None)
         key = self.kinds, self.sizes, *map(id, given.values())
-        found = filled.get(key)
-        if found is None:
-            found = self.kinds.find(given, self.sizes).run("new", given, None)
-            if found.nbytes + sum(one.nbytes for one in filled.values()) <= MOST_FILLED:
-                filled[key] = found
+        before = filled.get(key)
+        if before is not None and before.is_from(given.values()):
+            return before.buffer
+        found = self.kinds.find(given, self.sizes).run("new", given, None)
+        if found.nbytes + sum(one.buffer.nbytes for one in filled.values()) <= MOST_FILLED:
+            sources = (weakref.ref(v) if isinstance(v, Tensor) else v for v in given.values())
+            filled[key] = FilledBuffer(found, tuple(sources))
         return found
 
 

@@ -137,13 +137,15 @@ def compile_kernel(
 #: Bytes that a thread may keep in memory for want of registers, and warps up to which a program
 #: gets more of them instead.
 MOST_SPILLED, MOST_WARPS = 160, 16
+#: More than any kernel spills: one that the device cannot load, whatever its warps.
+UNLOADABLE = sys.maxsize
 
 
 def with_enough_registers(
     compiled: Callable[[int], C], spilled: Callable[[C], int], warps: int
 ) -> C:
     """What is ``compiled`` for so many warps; where that leaves bytes ``spilled``, for twice as
-    many, among which the same tile is divided, as long as it helps.
+    many, among which the same tile is divided, as long as it helps and can be compiled.
 
     >>> with_enough_registers(lambda warps: warps, lambda warps: {4: 900, 8: 200}.get(warps, 0), 4)
     16
@@ -152,10 +154,13 @@ def with_enough_registers(
     """
     found = compiled(warps)
     left = spilled(found)
-    while left > MOST_SPILLED and 2 * warps <= MOST_WARPS:
+    while MOST_SPILLED < left < UNLOADABLE and 2 * warps <= MOST_WARPS:
         warps *= 2
-        other = compiled(warps)
-        remaining = spilled(other)
+        try:
+            other = compiled(warps)
+            remaining = spilled(other)
+        except Exception:  # what there is runs, if slowly
+            break
         if remaining >= left:
             break
         found, left = other, remaining

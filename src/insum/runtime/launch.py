@@ -17,7 +17,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from insum.compat.locks import renew_in_children
-from insum.runtime.compiling import IMPORTS, compiled_here, kept_text, key_of, module_of
+from insum.runtime.compiling import (
+    IMPORTS,
+    UNLOADABLE,
+    compiled_here,
+    kept_text,
+    key_of,
+    module_of,
+)
 from insum.runtime.disk import cache_folder, warn_unwritten, write_whole
 
 if TYPE_CHECKING:
@@ -112,15 +119,13 @@ def keep_loaded(key: object, launcher: Launcher) -> Launcher:
 
 
 def spilled_bytes(compiled: Any) -> int:
-    """What a thread of a compiled kernel keeps in memory for want of registers; of one that this
-    device cannot load, more than of any other.
-    """
+    """What a thread of a compiled kernel keeps in memory for want of registers."""
     from triton.runtime.errors import OutOfResources
 
     try:
         compiled[(1, 1, 1)]  # which loads it onto the device
     except OutOfResources:
-        return sys.maxsize
+        return UNLOADABLE
     return 4 * int(getattr(compiled, "n_spills", 0))
 
 
