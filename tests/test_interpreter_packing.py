@@ -232,7 +232,7 @@ def test_a_config_is_asked_for_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_lists_of_many_tiles_stay_whole() -> None:
-    nb, x = table(rows=40_000, steps=27), torch.randn(40_000, 64)
+    nb, x = table(rows=20_000, steps=27), torch.randn(20_000, 64)
     assert cut(BY_STEP, {"In": x, "Nb": nb, "W": torch.randn(27, 64, 64)}) == 1
 
 

@@ -111,9 +111,9 @@ def test_pieces_of_a_maximum_have_a_workspace(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("insum.plan.draft.BUFFER_SHARE", 1)
     statement = "y[i,j] max= a[s[k],i] * b[s[k],j]"
     values = {
-        "a": torch.randn(10, 40),
-        "b": torch.randn(10, 60),
-        "s": torch.randint(0, 10, (5000,), dtype=torch.int32),
+        "a": torch.randn(10, 12),
+        "b": torch.randn(10, 20),
+        "s": torch.randint(0, 10, (3000,), dtype=torch.int32),
     }
     program = symbolic.program_of(bound(statement, values), values)
     assert program.steps[0].workspace
