@@ -145,3 +145,19 @@ def test_a_kernel_that_spills_is_compiled_for_more_warps(
     (one,) = look.ready(program).launches
     best = min(spilled, key=lambda count: (spilled[count], count))
     assert one.launcher(0) == one.launcher(0) == best and compiled == warps
+
+
+def test_spills_are_counted_in_bytes_and_what_cannot_be_loaded_is_told() -> None:
+    errors = pytest.importorskip("triton.runtime.errors")
+
+    class Loaded:
+        n_spills = 30
+
+        def __getitem__(self, grid: tuple[int, ...]) -> None: ...
+
+    class TooLarge:
+        def __getitem__(self, grid: tuple[int, ...]) -> None:
+            raise errors.OutOfResources(1, 0, "shared memory")
+
+    assert launch.spilled_bytes(Loaded()) == 120
+    assert launch.spilled_bytes(TooLarge()) == compiling.UNLOADABLE

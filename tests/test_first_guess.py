@@ -225,15 +225,15 @@ def test_columns_of_short_heads_lie_in_memory() -> None:
     assert plan.roles.n == ("f",)
 
 
-@pytest.mark.parametrize(("dtype", "m"), [(torch.float16, 64), (torch.float32, 64)])
-def test_few_tiles_of_dense_factors_are_small(dtype: torch.dtype, m: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_few_tiles_of_dense_factors_are_small(dtype: torch.dtype) -> None:
     """Where a short sum cannot be cut into pieces; one of many rows has large ones."""
     statement = "y[a,c] = exp(z[a,b] - m[a]) * v[b,c]"
     for rows, few in ((3000, True), (90_000, False)):
         values = {"z": (rows, 250), "m": (rows,), "v": (250, 60)}
         given = {n: torch.empty(shape, dtype=dtype) for n, shape in values.items()}
         _, (one,) = guessed(statement, **given)
-        assert (one.n == 32 and one.m <= m) == few, one
+        assert (one.n == 32 and one.m <= 64) == few, one
 
 
 def test_short_sums_of_columns_are_read_at_once() -> None:

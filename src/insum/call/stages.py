@@ -45,9 +45,9 @@ from insum.runtime.classify import example
 
 #: Statements of more products than this run as they are.
 MOST_TERMS = 16
-#: Dtypes that matrix units multiply.
 #: Up to so many places a side of a factor is short.
 SHORT_SIDE = 512
+#: Dtypes that matrix units multiply.
 _MULTIPLIED = (torch.float16, torch.bfloat16, torch.float32)
 #: How every tensor of a call lies in memory, by name.
 Layouts: TypeAlias = tuple[tuple[str, MemoryLayout], ...]

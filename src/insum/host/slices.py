@@ -26,6 +26,8 @@ MOST_SLICES, LEAST_POINTS = 512, 1 << 12
 #: Bytes of what is read and written of one slice after the other before what comes next, measured:
 #: a part of the last cache. Less is done in no time, beside calling torch.
 AT_ONCE = 1 << 23
+#: Bytes of a number that is read and of one that is written.
+READ_AND_WRITTEN = 8
 #: Where each variable stands that is looped over.
 LoopPlaces: TypeAlias = Mapping[str, int]
 
@@ -149,8 +151,8 @@ def slices_of(problem: Problem) -> Slices | None:
     if len(factors) < 2 or not _is_plain(target, factors):
         return None
     var = next(iter(target.variables), "")
-    rest = 8 * prod(n for v, n in extents.items() if v not in loops and v != var)
-    step = max(1, AT_ONCE // max(1, rest))
+    place = prod(n for v, n in extents.items() if v not in loops and v != var)
+    step = max(1, AT_ONCE // max(1, READ_AND_WRITTEN * place))
     return Slices(problem, target, tuple(factors), loops, var, step)
 
 
