@@ -12,7 +12,7 @@ from torch import Tensor
 from insum.api import insum
 from insum.call import in_kernels
 from insum.call.lookup import kinds_with
-from insum.compat.calls import is_plain_call, is_profiled
+from insum.compat.calls import is_plain_call
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ def results_of(asked: Sequence[AskedResult]) -> list[Tensor]:
     """The results of statements on plain tensors. A name means the same tensor in all of them."""
     if len(asked) < 2 or not _is_plain(asked):
         return [one.alone() for one in asked]
-    if is_profiled():
-        with torch.profiler.record_function(f"insum: {'; '.join(a.statement for a in asked)}"):
-            found = _in_kernels(asked)
-    else:
-        found = _in_kernels(asked)
+    calls = []
+    for one in asked:
+        kinds, sizes = kinds_with(one.statement, one.shape)
+        calls.append(kinds.known(one.tensors, sizes) or kinds.find(one.tensors, sizes))
+    found = in_kernels.at_once(calls, [one.tensors for one in asked])
     return [one.alone() if it is None else it for one, it in zip(asked, found)]
 
 
@@ -49,20 +49,3 @@ def _is_plain(asked: Sequence[AskedResult]) -> bool:
     return not (
         torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in every)
     )
-
-
-def _in_kernels(asked: Sequence[AskedResult]) -> list[Tensor | None]:
-    """The results that generated kernels give."""
-    calls = []
-    for one in asked:
-        kinds, sizes = kinds_with(one.statement, one.shape)
-        call = kinds.known(one.tensors, sizes) or kinds.find(one.tensors, sizes)
-        fused = in_kernels.alone(call, one.tensors)
-        if fused is None:
-            return [None] * len(asked)
-        if call.prepared.looks_first:
-            call.look(one.tensors)
-        calls.append(fused)
-    from insum.runtime.one_launch import run_together  # which takes a while to import
-
-    return run_together(calls, [one.tensors for one in asked])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from insum.bounded import is_first
 from insum.call.overlap import shares_memory, written_to
+from insum.compat.calls import is_profiled
 from insum.errors import NotFusedError
 from insum.lang.bind import Value
 
@@ -60,6 +62,35 @@ def alone(
     if call.fused is None:  # as `kernels_of`, for every new size of a training step
         call.fused = prepared.fused.call(call.spans, call.shape, call.extents)
     return call.fused
+
+
+def at_once(
+    calls: Sequence[BoundCall], values: Sequence[Mapping[str, Value]]
+) -> list[Tensor | None]:
+    """The results of several calls on tensors that have the same names in all of them, in one
+    launch where one can be for several; None where there is no kernel.
+    """
+    if is_profiled():
+        told = "; ".join(call.prepared.form.statement for call in calls)
+        with torch.profiler.record_function(f"insum: {told}"):
+            return _at_once(calls, values)
+    return _at_once(calls, values)
+
+
+def _at_once(
+    calls: Sequence[BoundCall], values: Sequence[Mapping[str, Value]]
+) -> list[Tensor | None]:
+    every = []
+    for call, given in zip(calls, values):
+        fused = alone(call, given)
+        if fused is None:
+            return [None] * len(calls)
+        if call.prepared.looks_first:
+            call.look(given)
+        every.append(fused)
+    from insum.runtime.one_launch import run_together  # which takes a while to import
+
+    return run_together(every, values)
 
 
 def _search(call: BoundCall, values: Mapping[str, Value], target: Tensor | None) -> None:

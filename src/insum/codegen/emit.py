@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from insum.codegen.arguments import CALL, FLAGS, Argument, Count, Passed
 from insum.codegen.contract import ACC, Contract
+from insum.codegen.entry_results import EntryResults
 from insum.codegen.frame import AFTER, PID, Frame
 from insum.codegen.ir import (
     Assignment,
@@ -97,6 +98,7 @@ class Emitter:
         self.reads = Reads(frame)
         self.contract = Contract(frame, self.reads)
         self.output = Output(frame, self.reads, self.contract)
+        self.entries = EntryResults(frame, self.reads, self.contract)
 
     def kernel(self, name: str) -> Kernel:
         self.fill_stages()
@@ -114,6 +116,7 @@ class Emitter:
         self.leave_if_idle()
         self.reads.prepare_masks()
         total = self.contract.write()
+        self.entries.write()
         self.frame.late = True
         self.output.finish(total)
 

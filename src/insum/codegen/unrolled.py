@@ -26,10 +26,8 @@ from insum.codegen.ir import (
     TileAxes,
     apply,
     as_tile,
-    chain,
     combine,
     loop,
-    store,
     union,
     where,
 )
@@ -138,7 +136,7 @@ class _Unrolled:
         self.frame, self.emitter = frame, Emitter(frame)
         self.plan, self.config, self.shape = frame.plan, frame.config, frame.shape
         self.reads, self.contract = self.emitter.reads, self.emitter.contract
-        self.output = self.emitter.output
+        self.output, self.entries = self.emitter.output, self.emitter.entries
         self.held: dict[Tile, Tile] = {}  # sums that several results have, by what they are of
 
     def unrolled(self, name: str, unroll: int) -> Kernel:
@@ -283,7 +281,7 @@ class _Unrolled:
 
         def write(points: list[PatternPoint]) -> None:
             own = Pattern(pattern.variables, tuple(points))
-            self.store_entry(tensor, points[0][0], self.product_sum(own))
+            self.entries.store(tensor, points[0][0], self.product_sum(own))
 
         return [_part(number, points, (), write) for number, points in found.values()]
 
@@ -324,7 +322,7 @@ class _Unrolled:
             for target, value in sums.items():
                 kept = where(self.frame.masks["N"], value, 0) if "N" in self.frame.masks else value
                 total = self.frame.define("sum", reduced("sum", kept, "N"), value.stage)
-                self.store_entry(tensor, target, total)
+                self.entries.store(tensor, target, total)
 
         parts = [
             _part(number, points, (shared,), add)
@@ -335,17 +333,6 @@ class _Unrolled:
     @property
     def entry_axis(self) -> str:
         return "K" if self.plan.segment else "M"
-
-    def store_entry(self, tensor: str, target: Access, value: Tile) -> None:
-        """A place of an entry that is walked."""
-        offset = self.reads.offset(Access(tensor, target.indices))
-        axes = union(offset.axes, value.axes)
-        masks = [m for axis, m in self.frame.masks.items() if axis in axes]
-        pointer = self.frame.pointer(tensor)
-        value = self.contract.full(value, axes).to(f"{pointer.name}.dtype.element_ty")
-        address = chain("+", pointer, offset.over(axes))
-        stage = 2 if self.plan.segment else 0
-        self.frame.put(stage, store(address, value, combine(masks, "&") if masks else None))
 
     def ends_with_the_row(self) -> bool:
         """Whether every factor is read as zero beyond the last entry of the row, so that none can

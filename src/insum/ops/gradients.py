@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from insum.call import in_kernels
 from insum.call.bound import BoundCall, FilledBuffers
 from insum.call.prepared import Kinds, kinds_of
 from insum.call.request import Form
@@ -26,6 +27,7 @@ from insum.lang.parser import parse
 from insum.lang.problem import kind_of
 from insum.lang.repeat import repetition_of
 from insum.ops.common_factors import common_factors
+from insum.ops.shared_rows import sharing
 from insum.plan.path import AUTO, is_path
 
 #: Runs a statement, of which the kinds of calls are known, on these values and sizes.
@@ -76,30 +78,48 @@ class Derived:
         if self.views:
             source: Tensor = values[self.views]
             return self.repeated(source.permute(self.order), shape) if self.repeats else source
-        # loops: before Python 3.12 every comprehension is a call, and a backward pass has many
-        arguments = {}
-        for name in self.reads:
-            arguments[name] = values[name]
-        call = None if calls is None else calls.get(self)
-        if call is None:
-            sizes = [*shape]
-            for dim in reversed(self.repeats):
-                del sizes[dim]
-            for var in self.variables:
-                sizes.append(extents[var])
-            if calls is not None:
-                kinds, given = self.kinds, tuple(sizes)
-                call = kinds.known(arguments, given) or kinds.find(arguments, given)
-                calls[self] = call
-        if call is None:
-            found = run(self.kinds, arguments, tuple(sizes))
+        if calls is None:
+            found = run(self.kinds, self.arguments(values), self.sizes(shape, extents))
         else:
+            call, arguments = self.bound(values, shape, extents, calls)
             if call.prepared.looks_first:
                 call.look(arguments)
             found = call.run("new", arguments, None, False, filled)
         if self.real:
             found = found.real
         return self.repeated(found, shape) if self.repeats else found
+
+    def arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Of all values, those that it reads."""
+        # loops: before Python 3.12 every comprehension is a call, and a backward pass has many
+        found = {}
+        for name in self.reads:
+            found[name] = values[name]
+        return found
+
+    def sizes(self, shape: Sequence[Size], extents: Mapping[str, Size]) -> tuple[Any, ...]:
+        """Those that it is given, for a value of this shape."""
+        sizes = [*shape]
+        for dim in reversed(self.repeats):
+            del sizes[dim]
+        for var in self.variables:
+            sizes.append(extents[var])
+        return tuple(sizes)
+
+    def bound(
+        self,
+        values: Mapping[str, Any],
+        shape: Sequence[Size],
+        extents: Mapping[str, Size],
+        calls: FoundCalls,
+    ) -> tuple[BoundCall, dict[str, Any]]:
+        """The call for a value of this shape, and what it is on."""
+        arguments, call = self.arguments(values), calls.get(self)
+        if call is None:
+            sizes = self.sizes(shape, extents)
+            call = self.kinds.known(arguments, sizes) or self.kinds.find(arguments, sizes)
+            calls[self] = call
+        return call, arguments
 
     def repeated(self, value: Tensor, shape: Sequence[Size]) -> Tensor:
         """The whole as a view of what it repeats."""
@@ -154,11 +174,15 @@ def gradients(
     if result is not None:
         upstream, to_initial = _shared(call, values, upstream, result, held, run)
     found: dict[str, Tensor] = {}
+    if calls is not None and not on_host and len(wanted) > 1:
+        found = _of_shared_rows(call, values, upstream, result, wanted, calls)
     common: dict[str, Tensor] | None = None
     once = _computed_once(call, values, wanted, upstream) if on_host else None
     alike: dict[object, Tensor] = {}
     filled: FilledBuffers = {}
     for name in wanted:
+        if name in found:
+            continue
         source = values[name]
         assert isinstance(source, Tensor)
         key = name, upstream.dtype, call.dtypes.get(name)
@@ -192,6 +216,46 @@ def gradients(
         if same is not None:
             alike[same] = total
     return to_initial, found
+
+
+def _of_shared_rows(
+    call: ForwardCall,
+    values: Mapping[str, Value],
+    upstream: Tensor,
+    result: Tensor | None,
+    wanted: Sequence[str],
+    calls: FoundCalls,
+) -> dict[str, Tensor]:
+    """Of the gradients that gather the same rows those that kernels give, in one where it can."""
+    key = "shared rows", upstream.dtype, *wanted, *call.dtypes.items()
+    members: dict[str, tuple[GradientRule, Derived]] | None = call.rules.get(key)
+    if members is None:
+        members = call.rules[key] = _sharing_rows(call, values, upstream, wanted)
+    if not members:
+        return {}
+    bound = []
+    for name, (rule, one) in members.items():
+        source: Any = values[name]
+        known = {**values, rule.upstream: upstream, rule.result: result}
+        bound.append(one.bound(known, source.shape, call.extents, calls))
+    given = [arguments for _, arguments in bound]
+    results = in_kernels.at_once([one for one, _ in bound], given)
+    return {name: it for name, it in zip(members, results) if it is not None}
+
+
+def _sharing_rows(
+    call: ForwardCall, values: Mapping[str, Any], upstream: Tensor, wanted: Sequence[str]
+) -> dict[str, tuple[GradientRule, Derived]]:
+    """Those gradients that are one statement each, and may be computed in one walk."""
+    single = {}
+    for name in wanted:
+        key = name, upstream.dtype, call.dtypes.get(name)
+        rule = call.rules.get(key) or _rule(call, values, *key)
+        (first, *more) = rule.joined or (None,)
+        if first is not None and not (more or first.views or first.repeats or first.real):
+            single[name] = rule, first
+    texts = {name: parse(one.kinds.form.statement) for name, (_, one) in single.items()}
+    return {name: single[name] for name in sharing(texts)}
 
 
 @dataclass(frozen=True, slots=True)

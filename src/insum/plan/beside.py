@@ -4,7 +4,7 @@ read once.
 One of them owns the kernel's loops. It sums the entries of rows, or has a place for every entry;
 the others write a place for every entry, of all columns or of each, while the first walks them. So
 are all gradients of a product along edges: by what the edges start from, which is a sum over them,
-and by what each edge has.
+and by what each edge has. The product of a statement without a pattern is a pattern of one point.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from insum.lang.expr import Access, Affine, Expr, Number, Var, index_of, variables
+from insum.lang.expr import Access, Affine, Expr, Number, Var, accesses, index_of, variables
 from insum.plan.draft import Planned
 from insum.plan.joining import union_of
 from insum.plan.plan import Beside, Pattern, PatternPoint, Plan
@@ -27,6 +27,9 @@ MOST_HELD = 48
 MOST_POINTS = 600
 #: Columns that one tile holds, where a result is summed over all of them.
 MOST_COLUMNS = 256
+#: Columns from which on a row that two results read is worth reading once: each entry is written
+#: where it stands, which narrow rows save less than it costs.
+LEAST_COLUMNS = 16
 
 EntryWalk = Callable[[Expr], Expr]
 
@@ -42,8 +45,42 @@ def beside_each_other(planned: Mapping[int, Planned]) -> list[int]:
     first = min(rows or every, key=lambda k: _points(plain[k]), default=None)
     if first is None:
         return []
+    if plain[first].plan.pattern is None:
+        return _of_single_products(plain, rows)
     found = [first, *(k for k, one in plain.items() if k != first and _is_entrywise(one))]
     return found if _fits([plain[k] for k in found]) else []
+
+
+def _of_single_products(plain: Mapping[int, Planned], rows: Sequence[int]) -> list[int]:
+    """The same of statements without a pattern: the sum of rows that most others share what they
+    gather with, and those.
+    """
+    found: list[int] = []
+    for first in rows:
+        others = [k for k, one in plain.items() if k != first and _shares(plain[first], one)]
+        if len(others) >= max(1, len(found)):
+            found = [first, *others]
+    return found
+
+
+def _shares(first: Planned, other: Planned) -> bool:
+    """Whether both read the same rows, entry by entry, and these are not narrow."""
+    walk = _walk_of(first)
+    if walk is None or other.plan.pattern is not None or not _is_entrywise(other):
+        return False
+    assert first.plan.segment is not None
+    (column,) = first.plan.roles.n
+    gathered = {one for one in _reads(first) if {first.plan.segment.var, column} <= _used(one)}
+    wide = first.extents.get(column, 0) >= LEAST_COLUMNS
+    return wide and not gathered.isdisjoint(map(walk, _reads(other)))
+
+
+def _reads(one: Planned) -> set[Expr]:
+    return {read for factor in one.plan.factors for read in accesses(factor, nested=False)}
+
+
+def _used(expr: Expr) -> set[str]:
+    return set(variables(expr))
 
 
 def _fits(planned: Sequence[Planned]) -> bool:
@@ -74,6 +111,8 @@ def together(first: Planned, others: Sequence[Planned]) -> Planned | None:
     if walk is None or not all(_is_entrywise(one) for one in others):
         return None
     every = [first, *others]
+    if len({one.plan.pattern is None for one in every}) > 1:
+        return None
     if len({(one.plan.accumulator, one.plan.wide) for one in every}) > 1:
         return None
     parts = [
@@ -103,13 +142,23 @@ def together(first: Planned, others: Sequence[Planned]) -> Planned | None:
 def _is_plain(plan: Plan) -> bool:
     """Whether a plan is straight-line code of which nothing is absent, out of range or added to."""
     odd = plan.padded or plan.guarded or plan.wraps or plan.numbers or plan.bounds or plan.views
-    if plan.pattern is None or plan.reduce != "sum" or plan.accumulate or odd:
+    if plan.reduce != "sum" or plan.accumulate or odd:
         return False
+    if plan.pattern is None:
+        return plan.strategy == "store" or _sums_rows(plan)
     if any(not isinstance(f, Number | Access) for f in plan.factors):
         return False
     if plan.segment is not None:
         return plan.strategy == "segment" and not plan.segment.tiled and not plan.roles.grid
     return plan.strategy == "unrolled"
+
+
+def _sums_rows(plan: Plan) -> bool:
+    """Whether tiles hold rows of entries, of which nothing but columns is beside them."""
+    roles, segment = plan.roles, plan.segment
+    if segment is None or not segment.tiled or roles.dot or len(roles.n) != 1:
+        return False
+    return roles.k == (segment.var,) and not roles.loops and not roles.outer
 
 
 def _is_entrywise(one: Planned) -> bool:
@@ -119,7 +168,7 @@ def _is_entrywise(one: Planned) -> bool:
 def _has_every_place(plan: Plan) -> bool:
     """Whether nothing is summed but points of the pattern: rows are entries."""
     roles = plan.roles
-    summed = roles.k or roles.loops or roles.grid or plan.segment
+    summed = roles.k or roles.loops or roles.grid or plan.segment or plan.pattern is None
     return not summed and len(roles.m) == 1 and len(roles.n) == 1 and _columns(plan) <= _kept(plan)
 
 
@@ -132,8 +181,7 @@ def _kept(plan: Plan) -> set[str]:
 
 
 def _pattern(one: Planned) -> Pattern:
-    assert one.plan.pattern is not None
-    return one.plan.pattern
+    return one.plan.pattern or Pattern((), ((one.plan.target, one.plan.factors),))
 
 
 def _points(one: Planned) -> int:
@@ -215,10 +263,14 @@ def _is_walked(result: Beside, first: Planned) -> bool:
     plan, columns = first.plan, _columns(first.plan)
     rows = {plan.segment.row, plan.segment.var} if plan.segment else set(plan.roles.m)
     entry = plan.segment.var if plan.segment else plan.roles.m[0]
+    # what else tells the tiles of rows apart: an entry is walked once for each of its values
+    apart = {*plan.roles.m[1:], *plan.roles.grid} if plan.segment else set()
     for target, factors in result.pattern.points:
         kept = set(variables(target))
         used = kept.union(*(variables(f) for f in factors))
-        if entry not in kept or not used <= rows | columns or not kept <= {entry} | columns:
+        if not apart | {entry} <= kept or not used <= rows | apart | columns:
+            return False
+        if not kept <= apart | {entry} | columns:
             return False
         (column,) = columns
         if column not in kept and first.sizes.extents[column].most > MOST_COLUMNS:

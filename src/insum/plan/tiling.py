@@ -79,8 +79,12 @@ def in_rows(plan: Plan) -> bool:
 
 
 def sums_columns(plan: Plan) -> bool:
-    """Whether the N axis is summed at the end, so that a tile holds all of it."""
-    return bool(plan.roles.n) and not set(variables(plan.target)) & set(plan.roles.n)
+    """Whether the N axis is summed at the end, or for a result beside, so that a tile holds all of
+    it.
+    """
+    targets = [plan.target, *(target for one in plan.beside for target, _ in one.pattern.points)]
+    columns = set(plan.roles.n)
+    return bool(columns) and any(not columns & set(variables(target)) for target in targets)
 
 
 def least_n(plan: Plan) -> int:

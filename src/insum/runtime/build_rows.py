@@ -203,6 +203,7 @@ def _sum_of_pieces(product: ProductBuild, plan: Plan, warps: int) -> Written:
         strides=tuple(sorted(strides.items())),
         views=(),
         numbers=(),
+        beside=(),
     )
     # a row for each warp, for most have few pieces; a single one beside rows of half precision,
     # which take fewer registers: a launch takes for all of it what the larger part does

@@ -48,15 +48,19 @@ class _LookedUp:
         return self.call.run_ready(self.found, self.values, None, self.entries)
 
     @property
-    def code(self) -> Unseen | None:
-        """What runs it on all sizes, where it is one kernel that has nothing to look for or to
-        convert.
-        """
-        found, call = self.found, self.call
-        code = code_of(call, found, None) if isinstance(found, Ready) else found
-        if code is None or code.check is not None or code.buffer is not None:
+    def program(self) -> Program | None:
+        """Its program, where that is one product that has nothing to look for or to convert."""
+        found = self.found
+        if found.check is not None or found.buffer is not None:
             return None
-        return code if len(code.program.steps) == 1 else None
+        if isinstance(found, Ready) and found.promotable:
+            return None
+        return found.program if len(found.program.steps) == 1 else None
+
+    def new(self) -> Tensor:
+        """What its result is written to."""
+        found = self.found
+        return found.empty() if isinstance(found, Ready) else found.new(self.call.shape)
 
 
 def run_together(
@@ -66,17 +70,17 @@ def run_together(
     that one launch can be for in one; None where there is no kernel.
     """
     known: dict[str, memory.Entry] = {}
-    parts, codes = {}, {}
+    parts, programs = {}, {}
     for k, call in enumerate(calls):
         if not call.kind.negated:
             found, entries, recorded = call.looked_up(values[k], None, known)
             if not isinstance(found, Refusal | MapRun):
                 parts[k] = part = _LookedUp(call, values[k], found, entries, recorded)
-                if (code := part.code) is not None:
-                    codes[k] = code
+                if (program := part.program) is not None:
+                    programs[k] = program
     results: list[Tensor | None] = [None] * len(calls)
-    order = _order(codes)
-    together = _run([parts[k] for k in order], [codes[k] for k in order]) if order else []
+    order = _order(parts, programs)
+    together = _run([parts[k] for k in order], [programs[k] for k in order]) if order else []
     for k, result in zip(order, together):
         results[k] = result
     for k, part in parts.items():
@@ -85,52 +89,64 @@ def run_together(
     return results
 
 
-def _order(codes: Mapping[int, Unseen]) -> list[int]:
+def _order(parts: Mapping[int, _LookedUp], every: Mapping[int, Program]) -> list[int]:
     """Which of these one kernel writes, found out the first time; the others are compiled then."""
-    if len(codes) < 2:
+    if len(every) < 2:
         return []
-    programs = tuple([(k, one.program) for k, one in codes.items()])
+    programs = tuple(every.items())
     held = programs[0][1].orders
     found = held.get(programs)
     if found is None:
         order = beside_each_other({k: one.steps[0].planned for k, one in programs})
         order = order if len(order) > 1 else []
-        alone = [one for k, one in codes.items() if k not in order]
+        alone = [parts[k].found for k in every if k not in order]
         compile_at_once(launch for one in alone for launch in one.launches)
         found = keep(held, programs, order, MOST_SETS)
     return found
 
 
-def _run(parts: Sequence[_LookedUp], codes: Sequence[Unseen]) -> list[Tensor]:
+def _run(parts: Sequence[_LookedUp], programs: Sequence[Program]) -> list[Tensor]:
     """The results of all parts, the first of which owns the loops; none where they take more."""
-    index, call = codes[0].index, parts[0].call
+    index, call = parts[0].found.index, parts[0].call
     if index is not None and index != torch.cuda.current_device():
         with torch.cuda.device(index):
-            return _run(parts, codes)
-    program = _program(tuple([one.program for one in codes]))
+            return _run(parts, programs)
+    program = _program(tuple(programs))
     if program is None or has_nothing(program.steps[0], call.extents, call.shape):
         return []
     values = {name: value for one in parts for name, value in one.values.items()}
     results = []
-    for number, (one, code) in enumerate(zip(parts[1:], codes[1:]), 1):
-        values[beside(number)] = result = code.new(one.call.shape)
+    for number, one in enumerate(parts[1:], 1):
+        values[beside(number)] = result = one.new()
         results.append(result)
-    joined = program.codes.get(False) or _code(program, parts[0], values)
+    joined = program.codes.get(False) or _joined(program, parts, values)
     if joined is None:
         return []
+    if isinstance(joined, Ready):
+        return [joined(values), *results]
     entries, recorded = parts[0].entries, parts[0].recorded
     return [call.run_unseen(joined, values, None, entries, recorded), *results]
 
 
-def _code(program: Program, first: _LookedUp, values: Mapping[str, Value]) -> Unseen | None:
-    """Code for the launch on all sizes, written the first time."""
-    call = first.call
-    prologue = prologue_of(call, values, first.entries)
+def _joined(
+    program: Program, parts: Sequence[_LookedUp], values: Mapping[str, Value]
+) -> Unseen | Ready | None:
+    """The launch: code for all sizes, written the first time; where rows decide it, what is kept
+    with these index tensors.
+    """
+    call, entries, recorded = parts[0].call, parts[0].entries, parts[0].recorded
+    key = (*call.key(None, entries), "together", *(one.call.serial for one in parts[1:]))
+    found: Ready | None = None if recorded else entries[0].get(key)
+    if found is not None:
+        return found
     try:
-        found = ready(program, values, call.extents, call.shape, prologue)
+        found = ready(program, values, call.extents, call.shape, prologue_of(call, values, entries))
     except NotYet:
         return None
-    return code_of(call, found, None)
+    code = code_of(call, found, None)
+    if code is None and not recorded:
+        entries[0].keep(key, found)
+    return found if code is None else code
 
 
 def _program(programs: tuple[Program, ...]) -> Program | None:
