@@ -12,12 +12,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from insum import memory
+from insum.call import in_kernels
+from insum.call.bound import BoundCall
 from insum.call.prepared import kinds_of
 from insum.call.request import Form, Request
 from insum.compat.calls import PLAIN, are_plain, shorten
@@ -262,19 +264,60 @@ def _run_anew(
     """As if there had been no call like it."""
     if text.startswith(KEPT_ROWS):
         return _run_kept_rows(text, tensors, sizes)
-    places, given = places_of(text), (*sizes,)
-    values = _values(text, tensors, given)
-    call = kinds_of(places.form).find(values, given[: places.count], target)
-    call.verify(values)
-    result = call.run(mode, values, target)
-    if places.steady and mode != "from":
+    found = _FusedCall.of(text, tensors, sizes, target)
+    result = found.call.run(mode, found.values, target)
+    if mode != "from":
+        found.noted(target)
+    return result
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _FusedCall:
+    """A call of a fused op: what runs it, on which values of its statement."""
+
+    text: str
+    tensors: Sequence[Tensor]
+    sizes: tuple[int, ...]
+    call: BoundCall
+    values: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls, text: str, tensors: Sequence[Tensor], sizes: Sequence[int], target: Tensor | None
+    ) -> _FusedCall:
+        places, given = places_of(text), (*sizes,)
+        values = _values(text, tensors, given)
+        call = kinds_of(places.form).find(values, given[: places.count], target)
+        call.verify(values)
+        return cls(text, tensors, given, call, values)
+
+    def noted(self, target: Tensor | None) -> None:
+        """Calls like it are recognised from now on, where all that it is passed stays."""
+        places = places_of(self.text)
+        if not places.steady:
+            return
         kept = []
         for _, program, sources, own in places.origins:
-            numbers = tuple(given[k] for k in own)
-            value = computed(program, numbers, tuple(tensors[k] for k in sources))
+            numbers = tuple(self.sizes[k] for k in own)
+            value = computed(program, numbers, tuple(self.tensors[k] for k in sources))
             kept.append((kept_under(program, numbers), sources, value))
-        note(text, places.parts, kept, call, values, tensors, sizes, target)
-    return result
+        given = self.tensors, self.sizes, target
+        note(self.text, places.parts, kept, self.call, self.values, *given)
+
+
+#: A fused op: its specification, tensors and sizes.
+FusedArguments: TypeAlias = tuple[str, Sequence[Tensor], Sequence[int]]
+
+
+def run_at_once(ops: Sequence[FusedArguments]) -> list[Tensor]:
+    """What ``insum::fused`` does for several over the same tensors, in one launch where it can."""
+    found = [_FusedCall.of(*one, None) for one in ops]
+    results = in_kernels.at_once([one.call for one in found], [one.values for one in found])
+    every = []
+    for one, result in zip(found, results):
+        every.append(one.call.run("new", one.values, None) if result is None else result)
+        one.noted(None)
+    return every
 
 
 def run_fused(spec: str, tensors: list[Tensor], sizes: list[int]) -> Tensor:

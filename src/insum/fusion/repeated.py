@@ -26,6 +26,7 @@ from insum.compat.calls import modes_now
 from insum.compat.streams import is_recorded, stream_getter
 from insum.compat.tensors import kinds_guard
 from insum.fusion.indices import Selects, select
+from insum.plan.sizes import beside
 from insum.runtime import cache
 from insum.runtime.check import found as offences
 from insum.runtime.launch import interpreting
@@ -33,6 +34,7 @@ from insum.settings import settings
 
 if TYPE_CHECKING:
     from insum.runtime.fused import FusedCall
+    from insum.runtime.program import Refusal
     from insum.runtime.ready import Ready
 
 #: Calls of one specification, specifications, and index tensors of one call.
@@ -72,7 +74,7 @@ class PreparedRun:
             `memory.known` compares, of tensors of the same sizes and strides.
         entries: what is remembered of them and of their parts, and its serial.
         computed: tensors that follow from them.
-        launches: of each statement what is launched.
+        launches: what is launched, one after the other.
     """
 
     stream: int
@@ -111,13 +113,21 @@ class KeptRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedLaunch:
-    """What is launched for a statement, what that reads, and where rows are kept, the mask of those
-    that are not.
+    """What is launched for a statement, or for several at once.
+
+    Attributes:
+        number: of the statement that it is for.
+        reads: what it is passed.
+        kept: where rows are kept, with the mask of those that are not.
+        rooms: of other statements that it is for the numbers, and what makes their results, which
+            it is passed.
     """
 
+    number: int
     ready: weakref.ref[Ready]
     reads: tuple[PlacedPart, ...]
-    kept: tuple[KeptRows, weakref.ref[Tensor]] | None
+    kept: tuple[KeptRows, weakref.ref[Tensor]] | None = None
+    rooms: tuple[tuple[int, Callable[[], Tensor]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,9 +153,9 @@ class RepeatedStatement:
         kept = None if self.kept is None else replace(self.kept, base=numbers[self.kept.base])
         return RepeatedStatement(self.fused, parts, indices, kept)
 
-    def prepared(
+    def settled(
         self, target: Tensor | None, known: Mapping[int, memory.Entry]
-    ) -> tuple[PreparedLaunch, list[memory.Entry]] | None:
+    ) -> SettledStatement | None:
         """What is launched where this is remembered of the tensors, and of their parts; None where
         that is not kept.
         """
@@ -161,9 +171,54 @@ class RepeatedStatement:
         mask = None if kept is None else entries[kept.index].get(kept.key)
         if ready is None or kept is not None and mask is None:
             return None
-        reads = tuple(self.parts[name] for name in ready.reads)
         masked = None if kept is None or mask is None else (kept, weakref.ref(mask))
-        return PreparedLaunch(weakref.ref(ready), reads, masked), entries
+        return SettledStatement(self, ready, entries, masked)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SettledStatement:
+    """A statement of which everything is kept that a launch takes, with the entries of its index
+    tensors; ``kept`` as `PreparedLaunch` has it.
+    """
+
+    statement: RepeatedStatement
+    ready: Ready
+    entries: list[memory.Entry]
+    kept: tuple[KeptRows, weakref.ref[Tensor]] | None
+
+    def alone(self, number: int) -> PreparedLaunch:
+        reads = tuple(self.statement.parts[name] for name in self.ready.reads)
+        return PreparedLaunch(number, weakref.ref(self.ready), reads, self.kept)
+
+
+def _launches(
+    settled: Sequence[SettledStatement], group: Sequence[int], first: int
+) -> list[PreparedLaunch] | None:
+    """What is launched for all statements, those of the group at once where that is known; None
+    where nobody has tried. ``first``: the number of the first result.
+    """
+    if not group:
+        return [one.alone(number) for number, one in enumerate(settled)]
+    from insum.runtime.one_launch import Joined, kept_under  # which takes a while to import
+
+    members = [settled[number] for number in group]
+    key = kept_under([one.statement.fused for one in members], [one.entries for one in members])
+    joined: Joined | Refusal | None = members[0].entries[0].get(key)
+    if joined is None:
+        return None
+    if not isinstance(joined, Joined):
+        return [one.alone(number) for number, one in enumerate(settled)]
+    order = [group[k] for k in joined.order]
+    parts: dict[str, PlacedPart] = {}
+    for place, number in enumerate(order):
+        parts |= settled[number].statement.parts
+        if place:
+            parts[beside(place)] = first + number, 0, ()
+    own, *others = order
+    reads = tuple(parts[name] for name in joined.ready.reads)
+    rooms = tuple((number, settled[number].ready.empty) for number in others)
+    found = [PreparedLaunch(own, weakref.ref(joined.ready), reads, None, rooms)]
+    return found + [one.alone(k) for k, one in enumerate(settled) if k not in order]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -177,6 +232,7 @@ class RepeatedCall:
         computed: tensors that follow from integer tensors.
         reaches: bytes from the first element of each tensor to behind its last.
         decides: the number of the first tensor that decides what is launched.
+        group: statements that may be in one launch, by number.
         prepared: by the storage of the first tensor that decides it, what is launched.
     """
 
@@ -190,6 +246,7 @@ class RepeatedCall:
     device: torch.device
     stream: Callable[[], int]
     decides: int
+    group: tuple[int, ...] = ()
     prepared: dict[int, PreparedRun] = field(default_factory=dict)
 
     def run(self, tensors: Sequence[Tensor], target: Tensor | None) -> list[Tensor] | None:
@@ -218,13 +275,16 @@ class RepeatedCall:
                 return None
         if target is not None and self.overlaps(tensors, target):
             return None
-        by_address, results = not interpreting(), []
+        by_address, behind = not interpreting(), len(values)
+        values += [None] * len(self.statements)
         for one in run.launches:
             ready = one.ready()
             sources: list[Any] = []
             if ready is None:  # let go of since
                 self.prepared.pop(first, None)
                 return None
+            for number, make in one.rooms:
+                values[behind + number] = make()
             for number, start, selects in one.reads:
                 value = values[number]
                 sources.append(value.data_ptr() + start if by_address else select(value, selects))
@@ -235,13 +295,12 @@ class RepeatedCall:
                     self.prepared.pop(first, None)
                     return None
                 result = kept.applied(result, values[kept.base], mask)
-            results.append(result)
-            values.append(result)
+            values[behind + one.number] = result
         if target is not None:
             written_to(target)
-        return results
+        return values[behind:]
 
-    def unchanged(self, run: PreparedRun, tensors: Sequence[Tensor]) -> list[Tensor] | None:
+    def unchanged(self, run: PreparedRun, tensors: Sequence[Tensor]) -> list[Any] | None:
         """The tensors, and those that follow from them, where what was prepared is still right."""
         if cache.state["epoch"] != run.epoch:
             return None
@@ -262,7 +321,7 @@ class RepeatedCall:
             if entry is None or not entry.held or entry.serial != serial:
                 return None
             entry.stamp = stamp
-        values = [*tensors]
+        values: list[Any] = [*tensors]
         for value_of in run.computed:
             value = value_of()
             if value is None:
@@ -285,13 +344,16 @@ class RepeatedCall:
                 return None
             if entry is not None and entry.held:
                 known[number] = entry
-        every, launches = dict.fromkeys(known.values()), []
+        every, settled = dict.fromkeys(known.values()), []
         for statement in self.statements:
-            found = statement.prepared(target, known)
+            found = statement.settled(target, known)
             if found is None:
                 return None
-            launches.append(found[0])
-            every |= dict.fromkeys(found[1])
+            settled.append(found)
+            every |= dict.fromkeys(found.entries)
+        launches = _launches(settled, self.group, len(tensors) + len(computed))
+        if launches is None:
+            return None
         return PreparedRun(
             stream,
             cache.state["epoch"],
@@ -403,11 +465,13 @@ def note(
 def note_sequence(
     text: str,
     calls: Sequence[tuple[RepeatedCall, Sequence[int]]],
+    group: tuple[int, ...],
     tensors: Sequence[Tensor],
     sizes: Sequence[int],
 ) -> None:
     """Recognise calls that make several like those before; of each its tensors by their numbers
-    among those that are passed, or, from -1 on downwards, as the results of calls before.
+    among those that are passed, or, from -1 on downwards, as the results of calls before;
+    ``group``: those that may be in one launch.
     """
     alike = like(text, tensors, sizes, None)
     ran = [statement.fused for call, _ in calls for statement in call.statements]
@@ -426,7 +490,8 @@ def note_sequence(
         statements += [one.renumbered([*numbers, *own]) for one in call.statements]
     if any(n >= results for statement in statements for n, _, _ in statement.indices):
         return
-    _keep(text, alike, _made(tuple(statements), tuple(follow), tensors, sizes, None))
+    made = _made(tuple(statements), tuple(follow), tensors, sizes, None, group)
+    _keep(text, alike, made)
 
 
 def note_kept_rows(
@@ -462,6 +527,7 @@ def _made(
     tensors: Sequence[Tensor],
     sizes: Sequence[int],
     target: Tensor | None,
+    group: tuple[int, ...] = (),
 ) -> RepeatedCall:
     given = tensors if target is None else (*tensors, target)
     device, decides = statements[0].fused.kind.device, statements[0].indices[0][0]
@@ -478,6 +544,7 @@ def _made(
         device,
         stream_getter(device),
         decides,
+        group,
     )
 
 

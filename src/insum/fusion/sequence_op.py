@@ -15,8 +15,10 @@ from torch import Tensor
 
 from insum.compat.calls import are_plain, shorten
 from insum.fusion.defining import define
-from insum.fusion.op import fused_fake, run_fused
+from insum.fusion.op import KEPT_ROWS, Spec, fused_fake, run_at_once, run_fused, spec_of
 from insum.fusion.repeated import like, note_sequence
+from insum.lang.parser import parse
+from insum.ops.shared_rows import sharing
 
 _BETWEEN = " & "
 
@@ -76,16 +78,63 @@ def _arguments(
 
 
 def _fused_sequence(spec: str, tensors: list[Tensor], sizes: list[int]) -> list[Tensor]:
-    results, calls = list[Tensor](), []
+    results, calls, members = list[Tensor](), [], members_of(spec)
     rest: Sequence[int] = sizes
-    for member in members_of(spec):
+    group, ahead = walked_together(spec), dict[int, Tensor]()
+    for number, member in enumerate(members):
+        if number == min(group, default=-1):
+            ahead = _at_once(members, group, number, tensors, rest)
         given, own, rest = _arguments(member, tensors, results, rest)
-        results.append(run_fused(member.spec, given, own))
+        found = ahead[number] if number in ahead else run_fused(member.spec, given, own)
+        results.append(found)
         if (call := like(member.spec, given, own, None)) is not None:
             calls.append((call, [place for place, _ in member.given]))
     if len(calls) == len(results):
-        note_sequence(spec, calls, tensors, sizes)
+        note_sequence(spec, calls, group, tensors, sizes)
     return results
+
+
+def _at_once(
+    members: Sequence[SequenceMember],
+    group: Sequence[int],
+    first: int,
+    tensors: Sequence[Tensor],
+    sizes: Sequence[int],
+) -> dict[int, Tensor]:
+    """By number the results of a group, of which the first is on; ``sizes``: from its own on."""
+    ops = []
+    for number, member in enumerate(members[first:], first):
+        if number in group:
+            given, own, sizes = _arguments(member, tensors, (), sizes)
+            ops.append((member.spec, given, own))
+        else:
+            sizes = sizes[member.sizes + sum(dims for _, dims in member.given) :]
+    return dict(zip(group, run_at_once(ops)))
+
+
+@functools.lru_cache(maxsize=1024)
+def walked_together(text: str) -> tuple[int, ...]:
+    """Members that gather the same rows, so that one launch may be for all of them: of those that
+    read no result of another.
+    """
+    specs: dict[str, Spec] = {}
+    places: dict[str, object] = {}
+    for number, member in enumerate(members_of(text)):
+        if member.spec.startswith(KEPT_ROWS) or any(place < 0 for place, _ in member.given):
+            continue
+        spec = spec_of(member.spec)
+        own = _places(spec, member)
+        if all(places.setdefault(name, place) == place for name, place in own.items()):
+            specs[str(number)] = spec
+    statements = {number: parse(spec.statement) for number, spec in specs.items()}
+    return tuple(map(int, sharing(statements)))
+
+
+def _places(spec: Spec, member: SequenceMember) -> dict[str, object]:
+    """By name what the tensors of a statement are: two of one name are to be the same."""
+    passed: dict[str, object] = dict(zip(spec.names, member.given))
+    parts = {name: (passed.get(base, base), selects) for name, base, selects in spec.views}
+    return {**passed, **parts, **{one.name: str(one) for one in spec.origins}}
 
 
 def _fused_sequence_fake(spec: str, tensors: list[Tensor], sizes: list[Any]) -> list[Tensor]:

@@ -6,7 +6,8 @@ of several, calling them as one is most of it.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,9 +18,13 @@ from insum.fusion import sequence_op
 from insum.fusion.hoist import sweep
 from insum.fusion.later import later_of
 from insum.fusion.op import KEPT_ROWS, spec_of
+from insum.fusion.report import note_written
 from insum.fusion.sequence_op import SequenceMember, text_of
 from insum.fusion.shapes import is_contiguous, shape_of, value_of
 from insum.fusion.views import INDICES, VIEWS, reshaped
+from insum.lang.expr import Statement
+from insum.lang.parser import parse
+from insum.ops.shared_rows import named_alike, renamed
 
 assert sequence_op  # which registers the op
 FUSED, EXTREMUM = torch.ops.insum.fused.default, torch.ops.insum.fused_extremum.default
@@ -129,9 +134,10 @@ def _replace(graph: Graph, one: _OpenSequence) -> None:
     last = one.members[-1]
     tensors: list[Node] = []
     sizes: list[Any] = []
-    members = []
+    members, statements = [], _statements(one)
     for node in one.members:
         spec, given, own = _arguments(node)
+        spec = _named_alike(spec, statements)
         sizes += own
         places = [_place(n, one, tensors, sizes) for n in given]
         members.append(SequenceMember(spec, len(own), tuple(places)))
@@ -153,6 +159,24 @@ def _replace(graph: Graph, one: _OpenSequence) -> None:
     for node in reversed(one.members):
         graph.erase_node(node)
     sweep(graph, one.views)
+
+
+def _statements(one: _OpenSequence) -> list[Statement]:
+    specs = [_arguments(node)[0].removeprefix(KEPT_ROWS) for node in one.members]
+    return [parse(spec_of(text).statement) for text in specs]
+
+
+def _named_alike(text: str, others: Sequence[Statement]) -> str:
+    """The specification with variables called as others call them that read the same rows."""
+    if text.startswith(KEPT_ROWS) or (spec := spec_of(text)).size_names:
+        return text
+    statement = parse(spec.statement)
+    names = named_alike(statement, others)
+    if not names:
+        return text
+    written = str(renamed(statement, names))
+    note_written(written)  # the report tells of it by its first names
+    return str(replace(spec, statement=written))
 
 
 def _place(node: Any, one: _OpenSequence, tensors: list[Node], sizes: list[Any]) -> tuple[int, int]:

@@ -7,7 +7,7 @@ others are tensors that it is passed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -57,10 +57,46 @@ class _LookedUp:
             return None
         return found.program if len(found.program.steps) == 1 else None
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether it only has to be launched, and everything is kept with its index tensors."""
+        found = self.found
+        kept = isinstance(found, Ready) and found.settled and self.call.keeps
+        return kept and bool(self.entries) and not self.recorded
+
     def new(self) -> Tensor:
         """What its result is written to."""
         found = self.found
         return found.empty() if isinstance(found, Ready) else found.new(self.call.shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Joined:
+    """What several calls on certain index tensors launch as one.
+
+    Attributes:
+        order: of those whose results it writes, by number; the first owns the loops.
+        ready: is passed the results of the others.
+    """
+
+    order: tuple[int, ...]
+    ready: Ready
+
+
+#: Several calls on certain index tensors have no launch in common.
+APART = Refusal("each has a launch of its own")
+
+
+def kept_under(
+    calls: Sequence[FusedCall], entries: Sequence[list[memory.Entry]]
+) -> tuple[object, ...]:
+    """What several calls have in common is kept under this, with the first index tensor of the
+    first of them.
+    """
+    first, *others = [
+        (own[0].serial, *call.key(None, own)) for call, own in zip(calls, entries) if own
+    ]
+    return "together", first, *others
 
 
 def run_together(
@@ -70,23 +106,68 @@ def run_together(
     that one launch can be for in one; None where there is no kernel.
     """
     known: dict[str, memory.Entry] = {}
-    parts, programs = {}, {}
+    parts: dict[int, _LookedUp] = {}
     for k, call in enumerate(calls):
         if not call.kind.negated:
             found, entries, recorded = call.looked_up(values[k], None, known)
             if not isinstance(found, Refusal | MapRun):
-                parts[k] = part = _LookedUp(call, values[k], found, entries, recorded)
-                if (program := part.program) is not None:
-                    programs[k] = program
+                parts[k] = _LookedUp(call, values[k], found, entries, recorded)
     results: list[Tensor | None] = [None] * len(calls)
-    order = _order(parts, programs)
-    together = _run([parts[k] for k in order], [programs[k] for k in order]) if order else []
-    for k, result in zip(order, together):
+    for k, result in _joined_results(parts, len(calls)).items():
         results[k] = result
     for k, part in parts.items():
         if results[k] is None:
             results[k] = part.alone()
     return results
+
+
+def _joined_results(parts: Mapping[int, _LookedUp], count: int) -> dict[int, Tensor]:
+    """By number the results of those that one launch is for."""
+    if len(parts) < count or not all(part.is_settled for part in parts.values()):
+        return _written_by_one(parts)[0]
+    every = [parts[k] for k in range(count)]
+    entries = every[0].entries[0]
+    key = kept_under([part.call for part in every], [part.entries for part in every])
+    kept: Joined | Refusal | None = entries.get(key)
+    if isinstance(kept, Joined):
+        return _launched(kept, parts)
+    if kept is APART:
+        return {}
+    results, joined = _written_by_one(parts)
+    entries.keep(key, joined if results else APART)
+    return results
+
+
+def _written_by_one(
+    parts: Mapping[int, _LookedUp],
+) -> tuple[dict[int, Tensor], Joined | Refusal]:
+    """The same, and what was launched, found out anew."""
+    programs = {k: found for k, part in parts.items() if (found := part.program) is not None}
+    order = _order(parts, programs) if _mean_the_same(parts.values()) else []
+    if not order:
+        return {}, APART
+    results, ready_ = _run([parts[k] for k in order], [programs[k] for k in order])
+    return dict(zip(order, results)), APART if ready_ is None else Joined(tuple(order), ready_)
+
+
+def _mean_the_same(parts: Iterable[_LookedUp]) -> bool:
+    """Whether variables of one name have one extent in all calls."""
+    known: dict[str, int] = {}
+    for part in parts:
+        for var, extent in part.call.extents.items():
+            if known.setdefault(var, extent) != extent:
+                return False
+    return True
+
+
+def _launched(joined: Joined, parts: Mapping[int, _LookedUp]) -> dict[int, Tensor]:
+    values: dict[str, Value] = {}
+    results: dict[int, Tensor] = {}
+    for number, k in enumerate(joined.order):
+        values |= parts[k].values
+        if number:
+            values[beside(number)] = results[k] = parts[k].new()
+    return {joined.order[0]: joined.ready(values), **results}
 
 
 def _order(parts: Mapping[int, _LookedUp], every: Mapping[int, Program]) -> list[int]:
@@ -105,48 +186,44 @@ def _order(parts: Mapping[int, _LookedUp], every: Mapping[int, Program]) -> list
     return found
 
 
-def _run(parts: Sequence[_LookedUp], programs: Sequence[Program]) -> list[Tensor]:
-    """The results of all parts, the first of which owns the loops; none where they take more."""
+def _run(
+    parts: Sequence[_LookedUp], programs: Sequence[Program]
+) -> tuple[list[Tensor], Ready | None]:
+    """The results of all parts, the first of which owns the loops, and what was launched where that
+    is for these index tensors alone; no results where they take more than one launch.
+    """
     index, call = parts[0].found.index, parts[0].call
     if index is not None and index != torch.cuda.current_device():
         with torch.cuda.device(index):
             return _run(parts, programs)
     program = _program(tuple(programs))
     if program is None or has_nothing(program.steps[0], call.extents, call.shape):
-        return []
+        return [], None
     values = {name: value for one in parts for name, value in one.values.items()}
     results = []
     for number, one in enumerate(parts[1:], 1):
         values[beside(number)] = result = one.new()
         results.append(result)
-    joined = program.codes.get(False) or _joined(program, parts, values)
-    if joined is None:
-        return []
-    if isinstance(joined, Ready):
-        return [joined(values), *results]
     entries, recorded = parts[0].entries, parts[0].recorded
-    return [call.run_unseen(joined, values, None, entries, recorded), *results]
+    joined = program.codes.get(False) or _joined(program, parts[0], values)
+    if joined is None:
+        return [], None
+    if isinstance(joined, Ready):
+        return [joined(values), *results], joined
+    return [call.run_unseen(joined, values, None, entries, recorded), *results], None
 
 
 def _joined(
-    program: Program, parts: Sequence[_LookedUp], values: Mapping[str, Value]
+    program: Program, first: _LookedUp, values: Mapping[str, Value]
 ) -> Unseen | Ready | None:
-    """The launch: code for all sizes, written the first time; where rows decide it, what is kept
-    with these index tensors.
-    """
-    call, entries, recorded = parts[0].call, parts[0].entries, parts[0].recorded
-    key = (*call.key(None, entries), "together", *(one.call.serial for one in parts[1:]))
-    found: Ready | None = None if recorded else entries[0].get(key)
-    if found is not None:
-        return found
+    """The launch: code for all sizes, written the first time, where rows do not decide it."""
+    call = first.call
+    prologue = prologue_of(call, values, first.entries)
     try:
-        found = ready(program, values, call.extents, call.shape, prologue_of(call, values, entries))
+        found = ready(program, values, call.extents, call.shape, prologue)
     except NotYet:
         return None
-    code = code_of(call, found, None)
-    if code is None and not recorded:
-        entries[0].keep(key, found)
-    return found if code is None else code
+    return code_of(call, found, None) or found
 
 
 def _program(programs: tuple[Program, ...]) -> Program | None:
