@@ -70,17 +70,18 @@ def _shares(first: Planned, other: Planned) -> bool:
         return False
     assert first.plan.segment is not None
     (column,) = first.plan.roles.n
-    gathered = {one for one in _reads(first) if {first.plan.segment.var, column} <= _used(one)}
+    home, slot = walk(_index_of_rows(first)), first.plan.segment.var
+    gathered = {
+        one
+        for one in _reads(first)
+        if {slot, column} <= set(variables(one)) and home not in {*accesses(one)}
+    }
     wide = first.extents.get(column, 0) >= LEAST_COLUMNS
     return wide and not gathered.isdisjoint(map(walk, _reads(other)))
 
 
 def _reads(one: Planned) -> set[Expr]:
     return {read for factor in one.plan.factors for read in accesses(factor, nested=False)}
-
-
-def _used(expr: Expr) -> set[str]:
-    return set(variables(expr))
 
 
 def _fits(planned: Sequence[Planned]) -> bool:
@@ -131,6 +132,7 @@ def together(first: Planned, others: Sequence[Planned]) -> Planned | None:
     plan = replace(
         first.plan,
         beside=results,
+        home=first.plan.home or _home(first, walk, results),
         kinds=tuple(sorted(kinds.items())),
         strides=tuple(sorted({**strides, **own}.items())),
         made=tuple(sorted(made.items())),
@@ -199,21 +201,16 @@ def _without_out(strides: Mapping[str, object]) -> dict[str, object]:
 
 def _walk_of(first: Planned) -> EntryWalk | None:
     """What an expression over entries is called where the first walks them."""
-    if first.plan.segment is None:
+    segment = first.plan.segment
+    if segment is None:
         return lambda expr: expr
-    row, slot, made = first.plan.segment.row, first.plan.segment.var, dict(first.plan.made)
-    match first.segments:
-        case Segments(index):
-            entry, order = slot, None
-        case Sorted(index):
-            (size,) = made[slot] if len(made[slot]) == 1 else (None,)
-            entry = getattr(size, "var", "")
-            order = _array(first, "order")
-            if not entry or order is None:
-                return None
-        case _:
-            return None
-    changes: list[tuple[Access, Var | Access]] = [(_at(index, entry), Var(row))]
+    slot, entry = segment.var, _entry_of(first)
+    order = None if isinstance(first.segments, Segments) else _array(first, "order")
+    if not entry or order is None and not isinstance(first.segments, Segments):
+        return None
+    changes: list[tuple[Access, Var | Access]] = []
+    if not segment.tiled:  # a tile of rows also has pieces of some, which know their row as entries
+        changes.append((_index_of_rows(first), Var(segment.row)))
     for name, array in first.arrays.items():
         if isinstance(array.recipe, Composed) and array.recipe.dims == (0,):
             changes.append((_at(array.recipe.source, entry), _at(name, slot)))
@@ -225,6 +222,36 @@ def _walk_of(first: Planned) -> EntryWalk | None:
         return substitute(expr, places)
 
     return walk
+
+
+def _entry_of(first: Planned) -> str:
+    """What entries are called where they are not in order, or ''."""
+    assert first.plan.segment is not None
+    slot = first.plan.segment.var
+    match first.segments:
+        case Segments():
+            return slot
+        case Sorted():
+            size = dict(first.plan.made)[slot]
+            return getattr(size[0], "var", "") if len(size) == 1 else ""
+    return ""
+
+
+def _index_of_rows(first: Planned) -> Access:
+    """The index that rows are made of, by entries."""
+    assert isinstance(first.segments, Segments | Sorted)
+    return _at(first.segments.index, _entry_of(first))
+
+
+def _home(first: Planned, walk: EntryWalk, results: Sequence[Beside]) -> Access | None:
+    """The same as entries are walked, where tiles of rows read it for some result."""
+    if first.plan.segment is None or not first.plan.segment.tiled:
+        return None
+    home = walk(_index_of_rows(first))
+    assert isinstance(home, Access)
+    points = (point for result in results for point in result.pattern.points)
+    read = {a for _, factors in points for factor in factors for a in accesses(factor)}
+    return home if home in read else None
 
 
 def _array(first: Planned, part: str) -> str | None:
