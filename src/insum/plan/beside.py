@@ -107,7 +107,9 @@ def _fits(planned: Sequence[Planned]) -> bool:
 
 
 def together(first: Planned, others: Sequence[Planned]) -> Planned | None:
-    """The first with what the others write beside it; None where they are not walked alike."""
+    """The first with what the others write beside it; None where they are not walked alike. A
+    variable means the same in all of them.
+    """
     walk = _walk_of(first)
     if walk is None or not all(_is_entrywise(one) for one in others):
         return None
@@ -120,9 +122,8 @@ def together(first: Planned, others: Sequence[Planned]) -> Planned | None:
         union_of([_without_out(dict(getattr(one.plan, name))) for one in every])
         for name in ("kinds", "strides", "made")
     ]
-    extents = union_of([_common(one, first) for one in every])
     kinds, strides, made = parts
-    if extents is None or kinds is None or strides is None or made is None:
+    if kinds is None or strides is None or made is None:
         return None
     results = tuple(_beside(number, one, walk) for number, one in enumerate(others, 1))
     if not all(_is_walked(result, first) for result in results):
@@ -188,11 +189,6 @@ def _pattern(one: Planned) -> Pattern:
 
 def _points(one: Planned) -> int:
     return len(_pattern(one).points)
-
-
-def _common(one: Planned, first: Planned) -> dict[str, int]:
-    """Typical extents of variables that both have."""
-    return {v: n for v, n in one.extents.items() if v in first.extents}
 
 
 def _without_out(strides: Mapping[str, object]) -> dict[str, object]:

@@ -37,6 +37,8 @@ SHORTEST_ROWS = 16
 COMPUTED, COMPUTED_ENTRIES = 512, 4
 #: Rows of a tile whose columns do not lie in memory, and the most entries that they may have.
 ACROSS, SHORT_LINE = 128, 2**13
+#: Columns from which on a warp has enough of few rows, where every entry is written, too.
+ENTRY_COLUMNS = 64
 #: Columns in tiles of which the last may be half empty.
 MANY_COLUMNS = 512
 
@@ -63,6 +65,8 @@ def for_rows(plan: Plan, extents: Mapping[str, int], *, long: bool) -> Config:
         # rows of memory are those of the other axis: a few of them, which stay in the cache
         return Config(m=ACROSS, n=2, k=1, warps=4, stages=1)
     n = most(plan.roles.n, extents) if summed else _row_tile(columns, wide=wide)
+    if plan.beside and not are_narrow(plan, extents, n):
+        return _for_entries_beside(n, wide=wide, long=long)
     narrow = n > 1 and not summed and reads_narrow_rows(plan)
     if narrow:  # each load fetches little: of rows less at once, and of more of them
         n = min(n, 64)
@@ -90,6 +94,16 @@ def for_rows(plan: Plan, extents: Mapping[str, int], *, long: bool) -> Config:
     # where rows end inside of tiles, one warp waits for fewer threads that read nothing
     idle = columns % n > 0 and (n == 64 and not wide or n > 128)
     return Config(m=m, n=n, k=2, warps=1 if idle else 2, stages=1)
+
+
+def _for_entries_beside(n: int, *, wide: bool, long: bool) -> Config:
+    """Rows of which every entry is written, too: a row of columns stays within one warp, which then
+    brings what it writes together by itself.
+    """
+    m = max(1, (128 if n < ENTRY_COLUMNS else 256) // n)
+    if long:
+        return Config(m=max(1, min(m, 64 // n)), n=n, k=8, warps=1, stages=1)
+    return Config(m=m, n=n, k=2 if wide and n >= ENTRY_COLUMNS else 4, warps=1, stages=1)
 
 
 def are_narrow(plan: Plan, extents: Mapping[str, int], n: int) -> bool:

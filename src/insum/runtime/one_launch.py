@@ -59,10 +59,10 @@ class _LookedUp:
 
     @property
     def is_settled(self) -> bool:
-        """Whether it only has to be launched, and everything is kept with its index tensors."""
+        """Whether index tensors decide what is launched, and it only has to be."""
         found = self.found
-        kept = isinstance(found, Ready) and found.settled and self.call.keeps
-        return kept and bool(self.entries) and not self.recorded
+        looks = found.check is not None or isinstance(found, Ready) and found.promotable
+        return bool(self.entries) and not looks and not self.recorded
 
     def new(self) -> Tensor:
         """What its result is written to."""
