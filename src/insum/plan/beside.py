@@ -9,6 +9,7 @@ and by what each edge has. The product of a statement without a pattern is a pat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -17,8 +18,9 @@ from insum.plan.draft import Planned
 from insum.plan.joining import union_of
 from insum.plan.plan import Beside, Pattern, PatternPoint, Plan
 from insum.plan.recipes import Composed, Segments, Sorted
-from insum.plan.sizes import OUT, beside
+from insum.plan.sizes import OUT, WIDE_LOAD, beside
 from insum.plan.substitution import replace_atom, substitute
+from insum.plan.tiling import BYTES
 
 #: Tiles that a kernel holds all along, of two elements for each thread: beyond it registers are
 #: spilled, or too few programs run at once, and results are quicker one by one.
@@ -27,11 +29,12 @@ MOST_HELD = 48
 MOST_POINTS = 600
 #: Columns that one tile holds, where a result is summed over all of them.
 MOST_COLUMNS = 256
-#: Columns from which on a row that two results read is worth reading once: each entry is written
-#: where it stands, which narrow rows save less than it costs.
-LEAST_COLUMNS = 16
+#: Bytes of a row that two results read from which on it is worth reading once: each entry is
+#: written where it stands, which narrow rows save less than it costs; and the same where an entry
+#: has as many columns as the row.
+LEAST_BYTES, LEAST_ENTRY_BYTES = 64, 256
 
-EntryWalk = Callable[[Expr], Expr]
+EntryWalk = Callable[[Expr], Expr]  # an access is one afterwards, too
 
 
 def beside_each_other(planned: Mapping[int, Planned]) -> list[int]:
@@ -76,11 +79,19 @@ def _shares(first: Planned, other: Planned) -> bool:
         for one in _reads(first)
         if {slot, column} <= set(variables(one)) and home not in {*accesses(one)}
     }
-    wide = first.extents.get(column, 0) >= LEAST_COLUMNS
-    return wide and not gathered.isdisjoint(map(walk, _reads(other)))
+    shared = gathered.intersection(map(walk, _reads(other)))
+    columns_kept = column in variables(other.plan.target)
+    least = LEAST_ENTRY_BYTES if columns_kept else LEAST_BYTES
+    return any(_row_bytes(first, read, {slot}) >= least for read in shared)
 
 
-def _reads(one: Planned) -> set[Expr]:
+def _row_bytes(one: Planned, read: Access, apart: set[str]) -> int:
+    """Of what is read at one place of the variables ``apart``."""
+    size = BYTES.get(dict(one.plan.kinds)[read.tensor], WIDE_LOAD)
+    return size * math.prod(one.extents[v] for v in variables(read) if v not in apart)
+
+
+def _reads(one: Planned) -> set[Access]:
     return {read for factor in one.plan.factors for read in accesses(factor, nested=False)}
 
 

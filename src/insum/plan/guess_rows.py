@@ -37,8 +37,8 @@ SHORTEST_ROWS = 16
 COMPUTED, COMPUTED_ENTRIES = 512, 4
 #: Rows of a tile whose columns do not lie in memory, and the most entries that they may have.
 ACROSS, SHORT_LINE = 128, 2**13
-#: Columns from which on a warp has enough of few rows, where every entry is written, too.
-ENTRY_COLUMNS = 64
+#: Columns of float32 up to which a warp has fewer rows, where every entry is written, too.
+NARROW_READ = 16
 #: Columns in tiles of which the last may be half empty.
 MANY_COLUMNS = 512
 
@@ -100,10 +100,11 @@ def _for_entries_beside(n: int, *, wide: bool, long: bool) -> Config:
     """Rows of which every entry is written, too: a row of columns stays within one warp, which then
     brings what it writes together by itself.
     """
-    m = max(1, (128 if n < ENTRY_COLUMNS else 256) // n)
+    m = max(1, (128 if wide and n <= NARROW_READ else 256) // n)
     if long:
         return Config(m=max(1, min(m, 64 // n)), n=n, k=8, warps=1, stages=1)
-    return Config(m=m, n=n, k=2 if wide and n >= ENTRY_COLUMNS else 4, warps=1, stages=1)
+    few = n < 64 or n < 256 and not wide
+    return Config(m=m, n=n, k=4 if few else 2, warps=1, stages=1)
 
 
 def are_narrow(plan: Plan, extents: Mapping[str, int], n: int) -> bool:

@@ -13,8 +13,9 @@ from insum.plan.recipes import Composed, OfExtent, OfShape, Position, Sorted
 from insum.plan.strategies.segmenting import at_home, fits, merge, merged, to_rows
 from insum.plan.substitution import Scatter, replace_atom, substitute
 
-#: All tensors together are this many times a sorted copy of one index tensor, if it is made.
-COMPOSE_SHARE = 32
+#: All tensors together are this many times a sorted copy of one index tensor, if it is made. Read
+#: through the order, each index fetches a sector of memory for itself: as much as a narrow row.
+COMPOSE_SHARE = 4
 #: Elements of a row of the output, and additions to all of them, above which rows are heavy.
 HEAVY_ROW, HEAVY = 1024, 2**26
 
