@@ -7,7 +7,7 @@ others are tensors that it is passed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -80,16 +80,14 @@ class Joined:
 APART = Refusal("each has a launch of its own")
 
 
-def kept_under(
-    calls: Sequence[FusedCall], entries: Sequence[list[memory.Entry]]
-) -> tuple[object, ...]:
+def kept_under(calls: Iterable[tuple[FusedCall, list[memory.Entry]]]) -> tuple[object, ...]:
     """What several calls have in common is kept under this, with the first index tensor of the
-    first of them.
+    first of them; of each what is remembered of its index tensors.
     """
-    first, *others = [
-        (own[0].serial, *call.key(None, own)) for call, own in zip(calls, entries) if own
-    ]
-    return "together", first, *others
+    key: list[object] = ["together"]
+    for call, entries in calls:
+        key.append((entries[0].serial, *call.key(None, entries)))
+    return tuple(key)
 
 
 def run_together(
@@ -124,9 +122,8 @@ def _joined_results(parts: Mapping[int, _LookedUp], count: int) -> dict[int, Ten
             looks, bound = looks or found.promotable, bound + 1
     if looks or not bound:
         return _written_by_one(parts, bound=False)[0]
-    every = [parts[k] for k in range(count)]
-    entries = every[0].entries[0]
-    key = kept_under([part.call for part in every], [part.entries for part in every])
+    key = kept_under([(part.call, part.entries) for part in parts.values()])
+    entries = parts[0].entries[0]
     kept: Joined | Refusal | None = entries.get(key)
     if isinstance(kept, Joined):
         return _launched(kept, parts)
