@@ -5,6 +5,7 @@ owns the loops, and what each entry has is written while they are walked.
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from insum.lang.parser import parse
 from insum.ops.shared_rows import named_alike, renamed, sharing
 from insum.plan import guess_rows
 from insum.runtime import one_launch
+from insum.runtime.ready import NotYet
 from insum.together import AskedResult, results_of
 from kernels import error
 
@@ -181,6 +183,23 @@ def test_index_tensors_that_change_are_not_taken_for_others(joined: list[tuple[i
         assert all(error(a, b) <= 1e-5 for a, b in zip(got, want, strict=True))
         index["d" if turn % 2 else "s"].random_(NODES)  # in place
     assert not joined  # each was new
+
+
+@pytest.mark.interpreter
+@pytest.mark.usefixtures("kernels_only")
+def test_numbers_on_their_way_are_no_reason_to_stay_apart(
+    joined: list[tuple[int, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As how many pieces rows are cut into, which a GPU tells later."""
+    statement, shapes, _ = CASES["a weight for each edge"]
+    values, upstream = drawn(shapes, **ends(in_order=False)), torch.randn(NODES, 20)
+    want = wanted(statement, values, upstream)
+    with monkeypatch.context() as first:
+        first.setattr(one_launch, "ready", mock.Mock(side_effect=NotYet))
+        alone = gradients(statement, values, upstream)
+    for got in (alone, *(gradients(statement, values, upstream) for _ in range(2))):
+        assert all(error(a, b) <= 1e-5 for a, b in zip(got, want, strict=True))
+    assert joined == [(2, False)]
 
 
 @pytest.mark.interpreter

@@ -678,7 +678,7 @@ def test_statements_of_one_launch_on_new_tensors(unwritten: None) -> None:
     for calls in (together, alone):
         for name in ("<listcomp>", "<dictcomp>", "<genexpr>"):  # no calls since Python 3.12, or few
             calls.pop(name, None)
-    assert together["_run"] == 1 and together.total() <= alone.total(), (together, alone)
+    assert together["_launched"] == 1 and together.total() <= alone.total(), (together, alone)
 
 
 def test_what_looks_at_new_edges_writes_what_their_sums_start_from(unwritten: None) -> None:

@@ -70,16 +70,6 @@ def at_once(
     """The results of several calls on tensors that have the same names in all of them, in one
     launch where one can be for several; None where there is no kernel.
     """
-    if is_profiled():
-        told = "; ".join(call.prepared.form.statement for call in calls)
-        with torch.profiler.record_function(f"insum: {told}"):
-            return _at_once(calls, values)
-    return _at_once(calls, values)
-
-
-def _at_once(
-    calls: Sequence[BoundCall], values: Sequence[Mapping[str, Value]]
-) -> list[Tensor | None]:
     every = []
     for call, given in zip(calls, values):
         fused = alone(call, given)
@@ -90,6 +80,10 @@ def _at_once(
         every.append(fused)
     from insum.runtime.one_launch import run_together  # which takes a while to import
 
+    if is_profiled():
+        told = "; ".join(call.prepared.form.statement for call in calls)
+        with torch.profiler.record_function(f"insum: {told}"):
+            return run_together(every, values)
     return run_together(every, values)
 
 

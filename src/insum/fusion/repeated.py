@@ -202,7 +202,7 @@ def _launches(
     from insum.runtime.one_launch import Joined, kept_under  # which takes a while to import
 
     members = [settled[number] for number in group]
-    key = kept_under([one.statement.fused for one in members], [one.entries for one in members])
+    key = kept_under([(one.statement.fused, one.entries) for one in members])
     joined: Joined | Refusal | None = members[0].entries[0].get(key)
     if joined is None:
         return None

@@ -114,7 +114,9 @@ class Derived:
         calls: FoundCalls,
     ) -> tuple[BoundCall, dict[str, Any]]:
         """The call for a value of this shape, and what it is on."""
-        arguments, call = self.arguments(values), calls.get(self)
+        arguments, call = {}, calls.get(self)
+        for name in self.reads:  # as `arguments`, for every gradient of a step
+            arguments[name] = values[name]
         if call is None:
             sizes = self.sizes(shape, extents)
             call = self.kinds.known(arguments, sizes) or self.kinds.find(arguments, sizes)

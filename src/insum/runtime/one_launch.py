@@ -57,13 +57,6 @@ class _LookedUp:
             return None
         return found.program if len(found.program.steps) == 1 else None
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether index tensors decide what is launched, and it only has to be."""
-        found = self.found
-        looks = found.check is not None or isinstance(found, Ready) and found.promotable
-        return bool(self.entries) and not looks and not self.recorded
-
     def new(self) -> Tensor:
         """What its result is written to."""
         found = self.found
@@ -87,16 +80,14 @@ class Joined:
 APART = Refusal("each has a launch of its own")
 
 
-def kept_under(
-    calls: Sequence[FusedCall], entries: Sequence[list[memory.Entry]]
-) -> tuple[object, ...]:
+def kept_under(calls: Iterable[tuple[FusedCall, list[memory.Entry]]]) -> tuple[object, ...]:
     """What several calls have in common is kept under this, with the first index tensor of the
-    first of them.
+    first of them; of each what is remembered of its index tensors.
     """
-    first, *others = [
-        (own[0].serial, *call.key(None, own)) for call, own in zip(calls, entries) if own
-    ]
-    return "together", first, *others
+    key: list[object] = ["together"]
+    for call, entries in calls:
+        key.append((entries[0].serial, *call.key(None, entries)))
+    return tuple(key)
 
 
 def run_together(
@@ -123,37 +114,54 @@ def run_together(
 
 def _joined_results(parts: Mapping[int, _LookedUp], count: int) -> dict[int, Tensor]:
     """By number the results of those that one launch is for."""
-    if len(parts) < count or not all(part.is_settled for part in parts.values()):
-        return _written_by_one(parts)[0]
-    every = [parts[k] for k in range(count)]
-    entries = every[0].entries[0]
-    key = kept_under([part.call for part in every], [part.entries for part in every])
+    bound, looks = 0, len(parts) < count  # how many have arguments of their own
+    for part in parts.values():  # a loop: before Python 3.12 every comprehension is a call
+        found = part.found
+        looks = looks or part.recorded or not part.entries or found.check is not None
+        if isinstance(found, Ready):
+            looks, bound = looks or found.promotable, bound + 1
+    if looks or not bound:
+        return _written_by_one(parts, bound=False)[0]
+    key = kept_under([(part.call, part.entries) for part in parts.values()])
+    entries = parts[0].entries[0]
     kept: Joined | Refusal | None = entries.get(key)
     if isinstance(kept, Joined):
         return _launched(kept, parts)
     if kept is APART:
         return {}
-    results, joined = _written_by_one(parts)
-    entries.keep(key, joined if results else APART)
+    results, joined = _written_by_one(parts, bound=bound == count)
+    if joined is not None:
+        entries.keep(key, joined)
     return results
 
 
 def _written_by_one(
-    parts: Mapping[int, _LookedUp],
-) -> tuple[dict[int, Tensor], Joined | Refusal]:
-    """The same, and what was launched, found out anew."""
-    programs = {k: found for k, part in parts.items() if (found := part.program) is not None}
-    order = _order(parts, programs) if _mean_the_same(parts.values()) else []
+    parts: Mapping[int, _LookedUp], *, bound: bool
+) -> tuple[dict[int, Tensor], Joined | Refusal | None]:
+    """The same, and what was launched, found out anew: ``bound`` to what it is passed.
+    None for that where later calls are to find it out, too: code for all sizes runs it, or it takes
+    numbers that are on their way.
+    """
+    programs: dict[int, Program] = {}
+    for k, part in parts.items():
+        if (program := part.program) is not None:
+            programs[k] = program
+    order = _order(parts, programs) if len(programs) > 1 and _mean_the_same(parts) else []
     if not order:
         return {}, APART
-    results, ready_ = _run([parts[k] for k in order], [programs[k] for k in order])
-    return dict(zip(order, results)), APART if ready_ is None else Joined(tuple(order), ready_)
+    try:
+        results, found = _run(parts, programs, order, bound=bound)
+    except NotYet:
+        return {}, None
+    if not results:
+        return {}, APART
+    return results, None if found is None else Joined(tuple(order), found)
 
 
-def _mean_the_same(parts: Iterable[_LookedUp]) -> bool:
+def _mean_the_same(parts: Mapping[int, _LookedUp]) -> bool:
     """Whether variables of one name have one extent in all calls."""
     known: dict[str, int] = {}
-    for part in parts:
+    for part in parts.values():
         for var, extent in part.call.extents.items():
             if known.setdefault(var, extent) != extent:
                 return False
@@ -172,8 +180,6 @@ def _launched(joined: Joined, parts: Mapping[int, _LookedUp]) -> dict[int, Tenso
 
 def _order(parts: Mapping[int, _LookedUp], every: Mapping[int, Program]) -> list[int]:
     """Which of these one kernel writes, found out the first time; the others are compiled then."""
-    if len(every) < 2:
-        return []
     programs = tuple(every.items())
     held = programs[0][1].orders
     found = held.get(programs)
@@ -187,43 +193,49 @@ def _order(parts: Mapping[int, _LookedUp], every: Mapping[int, Program]) -> list
 
 
 def _run(
-    parts: Sequence[_LookedUp], programs: Sequence[Program]
-) -> tuple[list[Tensor], Ready | None]:
-    """The results of all parts, the first of which owns the loops, and what was launched where that
-    is for these index tensors alone; no results where they take more than one launch.
+    parts: Mapping[int, _LookedUp],
+    programs: Mapping[int, Program],
+    order: Sequence[int],
+    *,
+    bound: bool,
+) -> tuple[dict[int, Tensor], Ready | None]:
+    """By number the results of all in this order, the first of which owns the loops, and what was
+    launched where that is for these index tensors alone; no results where they take more than one
+    launch. `NotYet` where numbers are on their way.
     """
-    index, call = parts[0].found.index, parts[0].call
+    first = parts[order[0]]
+    index, call = first.found.index, first.call
     if index is not None and index != torch.cuda.current_device():
         with torch.cuda.device(index):
-            return _run(parts, programs)
-    program = _program(tuple(programs))
+            return _run(parts, programs, order, bound=bound)
+    program = _program(tuple([programs[k] for k in order]))
     if program is None or has_nothing(program.steps[0], call.extents, call.shape):
-        return [], None
-    values = {name: value for one in parts for name, value in one.values.items()}
-    results = []
-    for number, one in enumerate(parts[1:], 1):
-        values[beside(number)] = result = one.new()
-        results.append(result)
-    entries, recorded = parts[0].entries, parts[0].recorded
-    joined = program.codes.get(False) or _joined(program, parts[0], values)
+        return {}, None
+    values: dict[str, Value] = {}
+    results: dict[int, Tensor] = {}
+    for number, k in enumerate(order):
+        values |= parts[k].values
+        if number:
+            values[beside(number)] = results[k] = parts[k].new()
+    joined = None if bound else program.codes.get(False)
     if joined is None:
-        return [], None
+        joined = _joined(program, first, values, bound=bound)
     if isinstance(joined, Ready):
-        return [joined(values), *results], joined
-    return [call.run_unseen(joined, values, None, entries, recorded), *results], None
+        return {order[0]: joined(values), **results}, joined
+    own = call.run_unseen(joined, values, None, first.entries, first.recorded)
+    return {order[0]: own, **results}, None
 
 
 def _joined(
-    program: Program, first: _LookedUp, values: Mapping[str, Value]
-) -> Unseen | Ready | None:
-    """The launch: code for all sizes, written the first time, where rows do not decide it."""
+    program: Program, first: _LookedUp, values: Mapping[str, Value], *, bound: bool
+) -> Unseen | Ready:
+    """The launch: ``bound`` to what it is passed, or code for all sizes, written the first time,
+    where rows do not decide it.
+    """
     call = first.call
     prologue = prologue_of(call, values, first.entries)
-    try:
-        found = ready(program, values, call.extents, call.shape, prologue)
-    except NotYet:
-        return None
-    return code_of(call, found, None) or found
+    found = ready(program, values, call.extents, call.shape, prologue)
+    return found if bound else code_of(call, found, None) or found
 
 
 def _program(programs: tuple[Program, ...]) -> Program | None:
