@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
+
+from remembered_operations import Memory
 
 #: What is exchanged or used here, of ``triton.runtime.interpreter``.
 NEEDED = (
     "_LangPatchScope",
     "_patch_lang",
+    "_patch_attr",
+    "TensorHandle",
     "_get_np_dtype",
     "interpreter_semantic",
     "interpreter_builder",
@@ -29,9 +34,11 @@ def quicken() -> bool:
         return False
     _patch_for_good(interpreter, tl)
     _look_up_dtypes(interpreter)
+    _look_up_widths(interpreter.TensorHandle)
     _leave_out_checks_that_nobody_reads(interpreter.interpreter_builder)
     _broadcast_only_what_differs(interpreter.interpreter_semantic)
     _share_shapes(tl)
+    _remember(interpreter, tl)
     interpreter.ReduceOps.generic_reduce = _reduce_by_slices
     return True
 
@@ -40,16 +47,30 @@ def _patch_for_good(interpreter: Any, tl: Any) -> None:
     """The interpreter patches ``triton.language`` for each launch and for each function that a
     kernel calls, and takes some of it back. Here it stays patched: nothing is compiled beside it.
     """
-    patch, kept, done = interpreter._patch_lang, interpreter._LangPatchScope(), set()
+    patch, kept = interpreter._patch_lang, interpreter._LangPatchScope()
+    functions, done = set(), set()
 
     def patch_lang(fn: Any) -> Any:
-        seen = frozenset(id(one) for one in fn.__globals__.values() if one is tl or one is tl.core)
-        if seen not in done:
-            patch(fn)
-            done.add(seen)
+        if fn not in functions:
+            functions.add(fn)
+            names = fn.__globals__.values()
+            seen = frozenset(id(one) for one in names if one is tl or one is tl.core)
+            if seen not in done:
+                patch(fn)
+                done.add(seen)
         return kept
 
     interpreter._patch_lang = patch_lang
+
+
+def _remember(interpreter: Any, tl: Any) -> None:
+    """What a function of the language comes down to is noted for the types it was called with."""
+    memory = Memory(interpreter, tl)
+
+    def patch(of: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        scope.set_attr(of, name, memory.remembered(member))
+
+    interpreter._patch_attr = patch
 
 
 def _look_up_dtypes(interpreter: Any) -> None:
@@ -63,6 +84,21 @@ def _look_up_dtypes(interpreter: Any) -> None:
         return known
 
     interpreter._get_np_dtype = get_np_dtype
+
+
+def _look_up_widths(handles: Any) -> None:
+    """Each number of the interpreter is checked to be no wider than its type says."""
+    widths: dict[str, float] = {}
+
+    def init(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        if (width := widths.get(dtype.name)) is None:
+            bits = math.inf if dtype.is_ptr() else max(8, dtype.primitive_bitwidth)
+            width = widths[dtype.name] = bits / 8
+        if data.itemsize > width:
+            self.__post_init__()  # which says so
+
+    handles.__init__ = init
 
 
 def _leave_out_checks_that_nobody_reads(builder: Any) -> None:
