@@ -35,6 +35,7 @@ class Memory:
             interpreter.interpreter_builder,
         )
         self.tensor, self.handle = tl.tensor, interpreter.TensorHandle
+        self.np_dtype = interpreter._get_np_dtype
         self.constants, self.types = tl.constexpr, tl.dtype
         self.groups = frozenset((tuple, list, tl.core.tuple))
         self.noting = False
@@ -90,7 +91,7 @@ class Memory:
         args = tuple(map(self.apart, args))
         named = {name: self.apart(one) for name, one in named.items()}
         given = [one.handle for one in (*args, *named.values()) if one.__class__ is self.tensor]
-        note = _Note(self.builder, self.handle, given)
+        note = _Note(self, given)
         asked, self.noting, self.semantic.builder = self.asked(note), True, note
         try:
             result = function(*args, **named, _semantic=self.semantic)
@@ -124,8 +125,9 @@ class _Note:
     Python.
     """
 
-    def __init__(self, builder: Any, handle: type, given: Sequence[Any]) -> None:
-        self.builder, self.handle, self.fits = builder, handle, True
+    def __init__(self, memory: Memory, given: Sequence[Any]) -> None:
+        self.builder, self.handle, self.np_dtype = memory.builder, memory.handle, memory.np_dtype
+        self.fits = True
         #: Names in the text: of handles by their identity, and of everything else.
         self.names = {id(one): f"given{k}" for k, one in enumerate(given)}
         self.known: dict[str, Any] = {}
@@ -167,12 +169,12 @@ class _Note:
     def note_narrow(self, name: str, before: Any, result: Any) -> None:
         text, shape = self.narrow.get(id(before), (self.text(before), before.data.shape))
         if name == "create_splat" and id(before) not in self.constant:
-            dtype = result.data.dtype
-            text = self.step(f"{self.name(self.as_splat)}({text}, {self.name(dtype)})", None, name)
+            text = self.step(f"{self.name(self.as_splat)}({text})", None, name)
         self.narrow[id(result)] = text, shape
 
-    def as_splat(self, one: Any, dtype: Any) -> Any:
-        """Splatting says a dtype, too."""
+    def as_splat(self, one: Any) -> Any:
+        """Splatting makes data as wide as its handle says: that of truth values says either."""
+        dtype = self.np_dtype(one.dtype)
         return one if one.data.dtype == dtype else self.handle(one.data.astype(dtype), one.dtype)
 
     def step(self, text: str, result: Any, name: str) -> str:

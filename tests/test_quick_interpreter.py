@@ -96,6 +96,23 @@ def test_what_is_noted_of_a_call_holds_for_other_data() -> None:
         assert_close(out, torch.stack([x + x, x + y, x + y + 1, halves, beside]))
 
 
+@triton.jit
+def masked(out, number, N: tl.constexpr):
+    at = tl.arange(0, N)
+    # truth values by handles that say what was compared, and by ones that say truth values
+    tl.store(out + at, 1, mask=(at < 6) & (number < 3))
+    tl.store(out + N + at, 1, mask=(at < 6) & ((N == 8) & (number < 3)))
+    tl.store(out + 2 * N + at, 1, mask=(at < 6) & (number == 8))
+
+
+def test_handles_of_truth_values_say_either_type() -> None:
+    for number in (1, 8, 0, 3):
+        out, six = torch.zeros(3, 8), (torch.arange(8) < 6).float()
+        masked[(1,)](out, number, 8)
+        wanted = torch.tensor([number < 3, number < 3, number == 8]).float()
+        assert_close(out, wanted[:, None] * six)
+
+
 def test_what_is_noted_hangs_on_types_and_on_numbers() -> None:
     x, out = torch.arange(8), torch.zeros(8)
     for type, number in ((int, 3), (float, 3.0), (bool, 1), (int, 1), (float, 0.5), (int, 3)):
