@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 #: What is exchanged here, of ``triton.runtime.interpreter``.
@@ -78,10 +79,11 @@ class _Watched:
 
     def look(self, does: str, places: Any, mask: Any) -> None:
         """At the least and the largest address: both lie in one tensor."""
-        taken = places if mask.all() else places[mask.astype(bool)]
+        taken = places if np.logical_and.reduce(mask, axis=None) else places[mask.astype(bool)]
         if not taken.size:
             return
-        least, most = int(taken.min()), int(taken.max())
+        least = int(np.minimum.reduce(taken, axis=None))
+        most = int(np.maximum.reduce(taken, axis=None))
         at = bisect.bisect_right(self.starts, least) - 1
         if at < 0 or most >= self.ends[at]:
             nearest = min((abs(least - s) for s in self.starts), default=0)

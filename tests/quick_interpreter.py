@@ -5,17 +5,26 @@ and where Triton does not have that one, nothing is exchanged.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
+import linecache
+import math
 from typing import Any
+
+from remembered_operations import Memory
 
 #: What is exchanged or used here, of ``triton.runtime.interpreter``.
 NEEDED = (
     "_LangPatchScope",
     "_patch_lang",
+    "_patch_attr",
+    "TensorHandle",
     "_get_np_dtype",
     "interpreter_semantic",
     "interpreter_builder",
+    "InterpreterBuilder",
+    "FunctionRewriter",
     "ReduceOps",
 )
 
@@ -29,9 +38,13 @@ def quicken() -> bool:
         return False
     _patch_for_good(interpreter, tl)
     _look_up_dtypes(interpreter)
+    _look_up_widths(interpreter.TensorHandle)
     _leave_out_checks_that_nobody_reads(interpreter.interpreter_builder)
     _broadcast_only_what_differs(interpreter.interpreter_semantic)
     _share_shapes(tl)
+    _remember(interpreter, tl)
+    interpreter.FunctionRewriter.rewrite_ast = _rewrite_in_its_file
+    interpreter.InterpreterBuilder.create_expand_dims = _expand_dims
     interpreter.ReduceOps.generic_reduce = _reduce_by_slices
     return True
 
@@ -40,16 +53,30 @@ def _patch_for_good(interpreter: Any, tl: Any) -> None:
     """The interpreter patches ``triton.language`` for each launch and for each function that a
     kernel calls, and takes some of it back. Here it stays patched: nothing is compiled beside it.
     """
-    patch, kept, done = interpreter._patch_lang, interpreter._LangPatchScope(), set()
+    patch, kept = interpreter._patch_lang, interpreter._LangPatchScope()
+    functions, done = set(), set()
 
     def patch_lang(fn: Any) -> Any:
-        seen = frozenset(id(one) for one in fn.__globals__.values() if one is tl or one is tl.core)
-        if seen not in done:
-            patch(fn)
-            done.add(seen)
+        if fn not in functions:
+            functions.add(fn)
+            names = fn.__globals__.values()
+            seen = frozenset(id(one) for one in names if one is tl or one is tl.core)
+            if seen not in done:
+                patch(fn)
+                done.add(seen)
         return kept
 
     interpreter._patch_lang = patch_lang
+
+
+def _remember(interpreter: Any, tl: Any) -> None:
+    """What a function of the language comes down to is noted for the types it was called with."""
+    memory = Memory(interpreter, tl)
+
+    def patch(of: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        scope.set_attr(of, name, memory.remembered(member))
+
+    interpreter._patch_attr = patch
 
 
 def _look_up_dtypes(interpreter: Any) -> None:
@@ -63,6 +90,21 @@ def _look_up_dtypes(interpreter: Any) -> None:
         return known
 
     interpreter._get_np_dtype = get_np_dtype
+
+
+def _look_up_widths(handles: Any) -> None:
+    """Each number of the interpreter is checked to be no wider than its type says."""
+    widths: dict[str, float] = {}
+
+    def init(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        if (width := widths.get(dtype.name)) is None:
+            bits = math.inf if dtype.is_ptr() else max(8, dtype.primitive_bitwidth)
+            width = widths[dtype.name] = bits / 8
+        if data.itemsize > width:
+            self.__post_init__()  # which says so
+
+    handles.__init__ = init
 
 
 def _leave_out_checks_that_nobody_reads(builder: Any) -> None:
@@ -117,6 +159,29 @@ def _share_shapes(tl: Any) -> None:
             known[key] = self.shape, self.numel, self.name
 
     tl.block_type.__init__ = init_type
+
+
+def _rewrite_in_its_file(self: Any) -> Any:
+    """The interpreter looks for the end of a function twice, token by token; a tree of its file
+    knows it, and the lines.
+    """
+    file = self.fn.__code__.co_filename
+    linecache.checkcache(file)
+    lines = linecache.getlines(file, self.fn.__globals__)
+    first = self.fn.__code__.co_firstlineno
+    for node in ast.walk(ast.parse("".join(lines))):
+        if isinstance(node, ast.FunctionDef) and node.name == self.fn.__name__:
+            if first in (node.lineno, *(one.lineno for one in node.decorator_list)):
+                node.decorator_list, self.filename = [], file
+                tree = self.ast_transformer.visit(ast.Module([node], []))
+                return self._compile_and_exec(ast.fix_missing_locations(tree))
+    return self.fn  # as the interpreter: a function without a text stays as it is
+
+
+def _expand_dims(self: Any, one: Any, axis: int) -> Any:
+    """By an index, without NumPy's checks of the axis."""
+    index = (*[slice(None)] * axis, None)
+    return one.__class__(one.data[index], one.dtype.scalar)
 
 
 def _reduce_by_slices(self: Any, input: tuple[Any, ...]) -> list[Any]:

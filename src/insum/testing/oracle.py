@@ -11,7 +11,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,9 +34,6 @@ from insum.lang.expr import (
 )
 from insum.lang.parser import parse
 from insum.lang.types import infer
-
-_IndexValues: TypeAlias = Mapping[str, int]
-_PointFunction: TypeAlias = Callable[[_IndexValues], Any]
 
 
 def oracle(
@@ -82,7 +79,22 @@ class _Absent(Exception):
     """A padded index was -1: this point contributes nothing."""
 
 
+#: One term: what it adds at every point of its variables, as Python runs it.
+_LOOP = """
+def loop(points, result, combine, counts):
+    for {position} in points:
+        try:
+            where, value = {place}, prod([{factors}])
+        except Absent:
+            continue
+        result[where] = combine(result[where], value)
+        counts[where] += 1
+"""
+
+
 class _Interpreter:
+    """Each expression becomes text of Python: an expression of the point's variables."""
+
     def __init__(self, problem: Problem, values: Mapping[str, Value]) -> None:
         self.problem, self.statement = problem, problem.statement
         self.types = {name: kind.type for name, kind in problem.kinds.items()}
@@ -90,6 +102,9 @@ class _Interpreter:
         self.combine = _COMBINE[self.statement.operator]
         self.boolean = infer(self.statement.value, self.types).dtype == torch.bool
         self.counts: Counter[tuple[int, ...]] = Counter()
+        self.known: dict[str, Any] = {"prod": math.prod, "present": _present, "Absent": _Absent}
+        self.tensors = {name: self.name(array) for name, array in self.arrays.items()}
+        self.variables = {name: f"v{k}" for k, name in enumerate(problem.extents)}
 
     def run(self) -> np.ndarray[Any, Any]:
         result = self.initial()
@@ -109,89 +124,79 @@ class _Interpreter:
         result.fill(_nothing(operator, self.problem.dtype))
         return result
 
-    def add(self, term: ProductTerm, result: np.ndarray[Any, Any], place: _PointFunction) -> None:
-        factors = [self.value(f, self.boolean) for f in term.factors]
-        ranges = [range(int(self.problem.extents[v])) for v in term.variables]
-        for position in itertools.product(*ranges):
-            point = dict(zip(term.variables, position, strict=True))
-            try:
-                where, value = place(point), math.prod([f(point) for f in factors])
-            except _Absent:
-                continue
-            result[where] = self.combine(result[where], value)
-            self.counts[where] += 1
+    def add(self, term: ProductTerm, result: np.ndarray[Any, Any], place: str) -> None:
+        factors = ", ".join([self.value(f, self.boolean) for f in term.factors])
+        position = _tuple([self.variables[v] for v in term.variables])
+        exec(_LOOP.format(position=position, place=place, factors=factors), self.known)
+        points = itertools.product(*[range(int(self.problem.extents[v])) for v in term.variables])
+        self.known["loop"](points, result, self.combine, self.counts)
 
-    # --- one reader for each node: a function of the point ---
+    # --- one piece of text for each node ---
 
-    def value(self, expr: Expr, boolean: bool) -> _PointFunction:
+    def name(self, what: Any) -> str:
+        """A name that the text has for a value."""
+        name = f"known_{len(self.known)}"
+        self.known[name] = what
+        return name
+
+    def value(self, expr: Expr, boolean: bool) -> str:
         """``boolean``: whether what the expression is a part of is a truth value, so that + means
         or.
         """
         match expr:
             case Number(number):
-                return lambda _: number
+                return self.name(number)
             case Access():
                 return self.element(expr)
             case Call(function, args):
                 deciders = args[1:] if function == "where" else args
                 inner = infer(product(list(deciders)), self.types).dtype == torch.bool
-                apply, readers = _FUNCTIONS[function], [self.value(a, inner) for a in deciders]
+                values = [self.value(a, inner) for a in deciders]
                 if function == "where":
                     own = infer(args[0], self.types).dtype == torch.bool
-                    readers.insert(0, self.value(args[0], own))
-                return lambda point: apply(*[read(point) for read in readers])
+                    values.insert(0, self.value(args[0], own))
+                return f"{self.name(_FUNCTIONS[function])}({', '.join(values)})"
             case Product(parts):
-                join: Callable[[list[Any]], Any] = all if boolean else math.prod
-                return self.joined(join, [self.value(p, boolean) for p in parts])
+                return self.joined("all" if boolean else "prod", parts, boolean)
             case Sum(parts):
-                return self.joined(any if boolean else sum, [self.value(p, boolean) for p in parts])
+                return self.joined("any" if boolean else "sum", parts, boolean)
         raise AssertionError(expr)
 
-    def joined(
-        self, join: Callable[[list[Any]], Any], readers: list[_PointFunction]
-    ) -> _PointFunction:
-        return lambda point: join([read(point) for read in readers])
+    def joined(self, join: str, parts: Sequence[Expr], boolean: bool) -> str:
+        return f"{join}([{', '.join(self.value(p, boolean) for p in parts)}])"
 
-    def element(self, access: Access) -> _PointFunction:
-        array, place, padded = (
-            self.arrays[access.tensor],
-            self.place(access),
-            access.tensor in self.problem.padded,
-        )
+    def element(self, access: Access) -> str:
+        value = f"{self.tensors[access.tensor]}[{self.place(access)}]"
+        return f"present({value})" if access.tensor in self.problem.padded else value
 
-        def read(point: _IndexValues) -> Any:
-            value = array[place(point)]
-            if padded and value == -1:
-                raise _Absent
-            return value
+    def place(self, access: Access) -> str:
+        return _tuple([self.index(access, dim, i) for dim, i in enumerate(access.indices)])
 
-        return read
-
-    def place(self, access: Access) -> _PointFunction:
-        indices = [self.index(access, dim, index) for dim, index in enumerate(access.indices)]
-        return lambda point: tuple([index(point) for index in indices])
-
-    def index(self, access: Access, dim: int, index: Affine) -> _PointFunction:
+    def index(self, access: Access, dim: int, index: Affine) -> str:
         limit = int(self.problem.size_of(access, dim))
-        atoms = [(c, self.atom(a)) for c, a in index.terms]
+        value = " + ".join([*(f"{c} * {self.atom(a)}" for c, a in index.terms), str(index.offset)])
 
-        def read(point: _IndexValues) -> int:
-            value = int(sum(c * atom(point) for c, atom in atoms) + index.offset)
-            if not 0 <= value < limit:
-                fact = (
-                    f"index {index} of {access.tensor} is {value}, outside dimension {dim} "
-                    f"of size {limit}"
-                )
-                raise self.problem.complain(IndexRangeError, fact, span=index.span)
-            return value
+        def outside(value: int) -> None:
+            fact = (
+                f"index {index} of {access.tensor} is {value}, outside dimension {dim} "
+                f"of size {limit}"
+            )
+            raise self.problem.complain(IndexRangeError, fact, span=index.span)
 
-        return read
+        return f"(at if 0 <= (at := int({value})) < {limit} else {self.name(outside)}(at))"
 
-    def atom(self, atom: Var | Access) -> _PointFunction:
-        if isinstance(atom, Access):
-            return self.element(atom)
-        name = atom.name
-        return lambda point: point[name]
+    def atom(self, atom: Var | Access) -> str:
+        return self.element(atom) if isinstance(atom, Access) else self.variables[atom.name]
+
+
+def _tuple(texts: Sequence[str]) -> str:
+    return f"({', '.join(texts)},)" if texts else "()"
+
+
+def _present(value: Any) -> Any:
+    if value == -1:
+        raise _Absent
+    return value
 
 
 def _exact(value: Value) -> np.ndarray[Any, Any]:
