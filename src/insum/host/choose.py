@@ -18,6 +18,7 @@ from insum.host.block_rows import block_rows_of
 from insum.host.blocks import blocks_of
 from insum.host.by_row import by_row_of
 from insum.host.chunks import chunks_of
+from insum.host.convolution import convolution_of
 from insum.host.dots import dots_of
 from insum.host.operations import lower_on_host
 from insum.host.parts import SubProblem
@@ -91,7 +92,7 @@ def choose(problem: Problem, *, new: bool = True) -> Lowering | None:
         return None
     if not new and problem.dtype in FLOATS:
         problem = replace(problem, dtype=meeting_dtype(problem))
-    windows = slices_of(problem)
+    windows = convolution_of(problem) or slices_of(problem)
     if windows is not None:
         return windows
     roles = roles_of(problem)
