@@ -18,7 +18,7 @@ from insum.host.block_rows import block_rows_of
 from insum.host.blocks import blocks_of
 from insum.host.by_row import by_row_of
 from insum.host.chunks import chunks_of
-from insum.host.convolution import convolution_of
+from insum.host.convolution_roles import convolution_of
 from insum.host.dots import dots_of
 from insum.host.operations import lower_on_host
 from insum.host.parts import SubProblem

@@ -162,12 +162,14 @@ def dense_product(problem: Problem) -> list[Access] | None:
 
 
 def _is_plain(target: SlicedAccess, factors: Sequence[SlicedAccess]) -> bool:
-    """Whether nothing is summed of slices; or all along the windows is, and no product is larger
-    than they are. Products of matrices, and of vectors, are quicker over all windows at once.
+    """Whether nothing is summed of slices; or all along the windows is, of two factors that are as
+    large as their product. Products of matrices, and of vectors, are quicker over all windows at
+    once.
     """
     every, kept = {v for factor in factors for v in factor.variables}, {*target.variables}
     along = {i.var for factor in factors for i in factor.indices if i.var and i.looped}
-    return every <= kept or not along & kept and any(every == {*f.variables} for f in factors)
+    whole = [factor for factor in factors if every == {*factor.variables}]
+    return every <= kept or not along & kept and len(whole) > 1
 
 
 def _are_floats(problem: Problem) -> bool:
