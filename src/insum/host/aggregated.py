@@ -29,9 +29,8 @@ from insum.host.places import Lowering
 from insum.lang.bind import Problem
 from insum.lang.expr import Access, Affine, Expr, fresh, index_of, names_of, variables
 
-#: Numbers that are scaled, or summed up, after they were summed are so many times fewer, in rows of
-#: so many: shorter ones are gathered as quickly.
-FEWER, LEAST_COLUMNS = 2, 4
+#: Rows of fewer numbers are gathered, and scaled, as quickly as they are summed.
+LEAST_COLUMNS = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -161,8 +160,8 @@ def _pays(problem: Problem, target: _Picked, factor: _Picked, rest: tuple[Expr, 
     points = extent_of(problem, every - both)
     width, own = extent_of(problem, kept), extent_of(problem, both - {*kept})
     if not (target.indices and factor.indices):
-        whole = target.size * factor.size * extent_of(problem, both)
-        return width * own >= LEAST_COLUMNS and FEWER * whole <= points * width * own
+        wide = width >= LEAST_COLUMNS or bool(factor.indices) and width * own >= LEAST_COLUMNS
+        return wide and target.size * factor.size <= points
     of_matrices = extent_of(problem, {*kept} - (target.vars & factor.vars)) > 1 and own > 1
     if not of_matrices:
         return False

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from insum.graph.lower import live_terms
 from insum.graph.value import meeting_dtype
-from insum.host.aggregated import FEWER, LEAST_COLUMNS
+from insum.host.aggregated import LEAST_COLUMNS
 from insum.host.arguments import HostCall
 from insum.host.operations import lower_on_host
 from insum.host.parts import SubProblem, sub_problem, tensor_kind
@@ -85,7 +85,7 @@ def _pairs(problem: Problem, factors: Sequence[Expr]) -> Iterator[tuple[int, int
         for j, side in enumerate(factors):
             if j != k and isinstance(side, Access) and columns <= _dense(problem, side):
                 count = prod(int(n) for n in problem.kinds[side.tensor].shape)
-                if FEWER * count <= points:
+                if count <= points:
                     yield count, k, j
 
 
