@@ -108,7 +108,11 @@ class Slices:
         own = [f.variables for f in self.factors]
         summed = tuple(dict.fromkeys(v for names in own for v in names if v not in kept))
         order = (*kept, *summed)
-        first, *inner, last = (_spread(p, names, order) for p, names in zip(parts, own))
+        first, *others = (_spread(p, names, order) for p, names in zip(parts, own))
+        if not others:
+            into.add_(first)
+            return
+        *inner, last = others
         for part in inner:
             first = first * part
         if summed:
@@ -127,8 +131,8 @@ def _spread(part: Tensor, names: Sequence[str], kept: Sequence[str]) -> Tensor:
 
 
 def slices_of(problem: Problem) -> Slices | None:
-    """None where there are no windows, or of one tensor alone, whose views are added up as they
-    are; where indices are read, and where slices are too small, or too many.
+    """None where there are no windows, where indices are read, and where slices are too small, or
+    too many.
     """
     every = dense_product(problem)
     if every is None:
@@ -140,10 +144,11 @@ def slices_of(problem: Problem) -> Slices | None:
     if not loops or count > MOST_SLICES or prod(extents.values()) < LEAST_POINTS * count:
         return None
     found = [sliced(access, loops) for access in every]
-    if None in found or {*variables(every[0])} - {v for a in reads for v in variables(a)}:
+    known = {*loops, *(v for a in reads for v in variables(a))}
+    if None in found or {*variables(every[0])} - known:
         return None
     target, *factors = (one for one in found if one is not None)
-    if len(factors) < 2 or not _is_plain(target, factors):
+    if not factors or not _is_plain(target, factors):
         return None
     var = next(iter(target.variables), "")
     place = prod(n for v, n in extents.items() if v not in loops and v != var)
