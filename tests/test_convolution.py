@@ -229,6 +229,9 @@ def test_integers_are_no_convolution(small: None) -> None:
         ("y[i] = w[r] * x[i+r]", {"w": (50,), "x": (40_049,)}, {"i": 40_000}, "convolution"),
         ("y[i] = w[r] * x[i+r]", {"w": (3,), "x": (40_002,)}, {"i": 40_000}, "slices"),
         ("y[i,f] = w[r,f] * x[i+r,f]", {"w": (3, 64), "x": (902, 64)}, {"i": 900}, "convolution"),
+        ("y[f,i] = w[r,f] * x[f,i+r]", {"w": (3, 4), "x": (4, 9002)}, {"i": 9000}, "slices"),
+        ("x[f,i+2*r] = w[r,f] * y[f,i]", {"w": (3, 64), "y": (64, 900)}, {1: 904}, "slices"),
+        ("x[f,i+r] = w[r,f] * y[f,i]", {"w": (3, 64), "y": (64, 900)}, {1: 902}, "convolution"),
         # few windows: a product of matrices
         ("y[o,i] = w[o,c,r] * x[c,i+r]", {"w": (8, 32, 3), "x": (32, 10)}, {"i": 8}, ""),
         (

@@ -11,7 +11,7 @@ from math import prod
 import torch
 
 from insum.graph.value import meeting_dtype
-from insum.host.convolution import Convolution, ConvolvedTensor
+from insum.host.convolution import LONG, Convolution, ConvolvedTensor
 from insum.host.slices import SlicedAccess, dense_product, sliced
 from insum.lang.bind import Problem, Size
 from insum.lang.expr import Access, Affine, Var, affine, variables
@@ -20,10 +20,10 @@ from insum.lang.expr import Access, Affine, Var, affine, variables
 MOST_WINDOWS = 3
 #: Measured. Of fewer windows than this a product of matrices over all of them is as quick.
 LEAST_WINDOWS = 64
-#: And without channels, what the library does for a window that has none counts: up to so many
-#: places of one are added up slice by slice, where there are so many results. It has a few groups
-#: at once, but one after the other in float64.
-MOST_PLACES, LEAST_RESULTS, FEW_GROUPS = 12, 10_000, 4
+#: And without channels slices are added up as quickly, for so many results of so few places each:
+#: in float64 the library takes one group after the other; in float32 it takes 16 at once, or less
+#: well the gradients of windows whose places lie apart.
+MOST_PLACES, LEAST_RESULTS, FEW_GROUPS = 12, 10_000, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +111,17 @@ def _convolution(
     result, long, kernel = (view.variables for view in views)
     moved = {v for w in windows for v in (w.name, w.at, w.inside)}
     roles, dtype = ChannelRoles.of(result, long, kernel, moved), meeting_dtype(problem)
-    if roles is None or not _is_for_library(roles, windows, extents, dtype):
+    if roles is None:
         return None
-    last = long[-1] in kernel
+    last, groups = long[-1] in kernel, prod(extents[v] for v in roles.groups)
+    spread = target == LONG and any(w.between > 1 for w in windows)
+    poorly = dtype is torch.float64 or spread or groups < FEW_GROUPS and not last
+    if not _is_for_library(roles, windows, extents, poorly):
+        return None
     places = _in_order(windows, long, roles.batch, last)
     behind = {w.name for w in places}
     batch = [v for v in roles.batch if v not in behind]
-    groups = (
+    dims = (
         (batch, (*roles.groups, *roles.outer), *([w.at] for w in places)),
         (batch, (*roles.groups, *roles.inner), *([w.name] for w in places)),
         ((*roles.groups, *roles.outer), roles.inner, *([w.inside] for w in places)),
@@ -126,7 +130,7 @@ def _convolution(
     for k, (access, view) in enumerate(zip(accesses, views)):
         shape = problem.shape if k == target else problem.kinds[access.tensor].shape
         name = "" if k == target else access.tensor
-        sides.append(_convolved(name, shape, view, groups[k], extents, last))
+        sides.append(_convolved(name, shape, view, dims[k], extents, last))
     return Convolution(
         problem,
         dtype,
@@ -134,13 +138,14 @@ def _convolution(
         target,
         tuple(w.apart for w in places),
         tuple(w.between for w in places),
-        prod(extents[v] for v in roles.groups),
+        groups,
     )
 
 
 def _is_for_library(
-    roles: ChannelRoles, windows: Sequence[Window], extents: Mapping[str, int], dtype: torch.dtype
+    roles: ChannelRoles, windows: Sequence[Window], extents: Mapping[str, int], poorly: bool
 ) -> bool:
+    """``poorly``: as it has windows without channels then."""
     at, places, batch, groups, channels = (
         prod(extents[v] for v in names)
         for names in (
@@ -153,8 +158,8 @@ def _is_for_library(
     )
     if batch * at < LEAST_WINDOWS:
         return False
-    alone = channels == 1 and (groups < FEW_GROUPS or dtype is torch.float64)
-    return not alone or places > MOST_PLACES or batch * at * groups < LEAST_RESULTS
+    as_slices = places <= MOST_PLACES and batch * at * groups >= LEAST_RESULTS
+    return channels > 1 or not (poorly and as_slices)
 
 
 def _is_window(index: Affine) -> bool:

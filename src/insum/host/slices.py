@@ -167,14 +167,14 @@ def dense_product(problem: Problem) -> list[Access] | None:
 
 
 def _is_plain(target: SlicedAccess, factors: Sequence[SlicedAccess]) -> bool:
-    """Whether nothing is summed of slices; or all along the windows is, of two factors that are as
-    large as their product. Products of matrices, and of vectors, are quicker over all windows at
-    once.
+    """Whether a slice of the product is as large as one of a factor, and nothing of it is summed;
+    or all along the windows is, of two such factors. Products of matrices, and of vectors, are
+    quicker over all windows at once.
     """
     every, kept = {v for factor in factors for v in factor.variables}, {*target.variables}
     along = {i.var for factor in factors for i in factor.indices if i.var and i.looped}
-    whole = [factor for factor in factors if every == {*factor.variables}]
-    return every <= kept or not along & kept and len(whole) > 1
+    whole = sum(every == {*factor.variables} for factor in factors)
+    return bool(whole) and every <= kept or not along & kept and whole > 1
 
 
 def _are_floats(problem: Problem) -> bool:
