@@ -29,6 +29,8 @@ STATEMENTS: dict[str, tuple[dict[str, tuple[int, ...]], tuple[int, ...]]] = {
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slices, "LEAST_POINTS", 1)
     monkeypatch.setattr("insum.host.choose.LEAST_WORK", 1)
+    # which is tested by itself
+    monkeypatch.setattr("insum.host.choose.convolution_of", lambda problem: None)
     monkeypatch.setattr("insum.call.prepared._forms", {})
     monkeypatch.setattr("insum.call.lookup._fronts", {})
 

@@ -18,7 +18,8 @@ from insum.lang.expr import Access, Affine, Var, affine, variables
 
 #: Dimensions along which the library has windows.
 MOST_WINDOWS = 3
-#: Measured. Of fewer windows than this a product of matrices over all of them is as quick.
+#: Measured. Of fewer windows than this a product of matrices over all of them is as quick, and so
+#: is a sum where the library does poorly.
 LEAST_WINDOWS = 64
 #: And without channels slices are added up as quickly, for so many results of so few places each:
 #: in float64 the library takes one group after the other; in float32 it takes 16 at once, or less
@@ -156,7 +157,7 @@ def _is_for_library(
             (*roles.inner, *roles.outer),
         )
     )
-    if batch * at < LEAST_WINDOWS:
+    if batch * at < LEAST_WINDOWS and (channels > 1 or poorly):
         return False
     as_slices = places <= MOST_PLACES and batch * at * groups >= LEAST_RESULTS
     return channels > 1 or not (poorly and as_slices)
