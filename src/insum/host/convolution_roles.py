@@ -23,8 +23,10 @@ MOST_WINDOWS = 3
 LEAST_WINDOWS = 64
 #: And without channels slices are added up as quickly, for so many results of so few places each:
 #: in float64 the library takes one group after the other; in float32 it takes 16 at once, or less
-#: well the gradients of windows whose places lie apart.
+#: well the gradients of windows whose places lie apart. Of more places, for so many results, or for
+#: the gradient of a single group: what the library has 16 groups for leaves the cache.
 MOST_PLACES, LEAST_RESULTS, FEW_GROUPS = 12, 10_000, 8
+MOST_PLACES_OF_MANY, MANY_RESULTS = 48, 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ def _convolution(
     last, groups = long[-1] in kernel, prod(extents[v] for v in roles.groups)
     spread = target == LONG and any(w.between > 1 for w in windows)
     poorly = dtype is torch.float64 or spread or groups < FEW_GROUPS and not last
-    if not _is_for_library(roles, windows, extents, poorly):
+    if not _is_for_library(roles, windows, extents, target, poorly):
         return None
     places = _in_order(windows, long, roles.batch, last)
     behind = {w.name for w in places}
@@ -144,7 +146,11 @@ def _convolution(
 
 
 def _is_for_library(
-    roles: ChannelRoles, windows: Sequence[Window], extents: Mapping[str, int], poorly: bool
+    roles: ChannelRoles,
+    windows: Sequence[Window],
+    extents: Mapping[str, int],
+    target: int,
+    poorly: bool,
 ) -> bool:
     """``poorly``: as it has windows without channels then."""
     at, places, batch, groups, channels = (
@@ -159,7 +165,9 @@ def _is_for_library(
     )
     if batch * at < LEAST_WINDOWS and (channels > 1 or poorly):
         return False
-    as_slices = places <= MOST_PLACES and batch * at * groups >= LEAST_RESULTS
+    results, single = batch * at * groups, target == LONG and groups == 1
+    most = MOST_PLACES_OF_MANY if single or results >= MANY_RESULTS else MOST_PLACES
+    as_slices = places <= most and results >= LEAST_RESULTS
     return channels > 1 or not (poorly and as_slices)
 
 
