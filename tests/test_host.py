@@ -261,6 +261,50 @@ STATEMENTS = [
         {"out_shape": (4, 6, 5)},
     ),
     Statement(
+        "aggregated",
+        "Y[d[p],n,k] = X[p,n,k] * w[k]",
+        lambda d: {
+            "d": whole(500, 5000, low=-1),
+            "X": real(d, 5000, 2, 6),
+            "w": real(d, 6),
+        },
+        {"out_shape": (500, 2, 6), "padded": ("d",)},
+    ),
+    Statement(
+        "aggregated",
+        "D[n] = X[s[p],n] * G[d[p],n] * v[p]",
+        lambda d: {
+            "s": whole(800, 5000),
+            "d": whole(500, 5000),
+            "X": real(d, 800, 6),
+            "G": real(d, 500, 6),
+            "v": real(d, 5000),
+        },
+    ),
+    Statement(
+        "scaled",
+        "Y[d[p],n] = v[p] * X[n,s[p]] * w[n]",
+        lambda d: {
+            "d": whole(500, 5000),
+            "s": whole(300, 5000, low=-1),
+            "v": real(d, 5000),
+            "X": real(d, 6, 300),
+            "w": real(d, 6),
+        },
+        {"out_shape": (500, 6), "padded": ("s",)},
+    ),
+    Statement(
+        "scaled",
+        "S[p] = 2 * A[s[p],n] * B[d[p],n] * w[n]",
+        lambda d: {
+            "d": whole(500, 5000),
+            "s": whole(300, 5000),
+            "A": real(d, 300, 6),
+            "B": real(d, 500, 6),
+            "w": real(d, 6),
+        },
+    ),
+    Statement(
         "blocks",
         "C[AM[p],a,n] = s[p] * AV[p,q,a,b] * B[AK[p,q],b,n]",
         lambda d: {
@@ -1208,3 +1252,26 @@ def test_sums_of_no_points_do_not_meet_what_is_not_finite() -> None:
     found = call()
     torch.testing.assert_close(found[:10], finite[:10], rtol=1e-4, atol=1e-4)
     assert not found[10:].isfinite().any()
+
+
+def test_scales_of_no_points_do_not_meet_what_is_not_finite() -> None:
+    """Nor do rows that no point picks, however they are scaled."""
+    d, s = whole(500, 5000), whole(300, 5000)
+    d[d < 10], s[s < 10] = 10, 10
+    x, w = torch.randn(300, 6), torch.randn(6)
+    x[:10], w[2] = torch.nan, torch.inf
+    for text, values in (
+        ("Y[d[p],n] = X[p,n] * w[n]", {"X": torch.randn(5000, 6)}),
+        ("Y[d[p],n] = X[s[p],n] * w[n]", {"X": x, "s": s}),
+    ):
+        found = insum.insum(text, out_shape=(500, 6), d=d, w=w, **values)
+        assert not found[:10].any()
+        assert not found[10:, 2].isfinite().any()
+        assert found[10:, [0, 1, 3, 4, 5]].isfinite().all()
+
+
+def test_no_more_is_scaled_than_is_read() -> None:
+    """A table of many rows, of which few are picked."""
+    text, d = "Y[d[p],n] = X[s[p],n] * w[n]", whole(9000, 5000)
+    values = {"d": d, "s": whole(9000, 5000), "X": torch.randn(9000, 6), "w": torch.randn(6)}
+    assert way_of(Statement("", text, lambda d: {}, {"out_shape": (9000, 6)}), values) == "chunks"

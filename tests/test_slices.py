@@ -10,6 +10,7 @@ import torch
 
 import insum
 from insum.host import slices
+from insum.testing import assert_close, oracle
 
 #: Shapes of what is read, and of the result.
 STATEMENTS: dict[str, tuple[dict[str, tuple[int, ...]], tuple[int, ...]]] = {
@@ -21,7 +22,6 @@ STATEMENTS: dict[str, tuple[dict[str, tuple[int, ...]], tuple[int, ...]]] = {
     "w[b,a] = y[j,i] * x[i+a,j+b] * v[i]": ({"y": (7, 6), "x": (8, 8), "v": (6,)}, (2, 3)),
     "y[j,i] = x[i+a,3] * z[i+a,j] * w[a]": ({"x": (8, 5), "z": (8, 4), "w": (3,)}, (4, 6)),
     "w[c,k] = y[b,c,t] * x[b,t+k,c]": ({"y": (2, 3, 9), "x": (2, 12, 3)}, (3, 4)),
-    "y[i,k] = x[i+a] * w[a,k]": ({"x": (30,), "w": (5, 3)}, (26, 3)),
 }
 
 
@@ -29,6 +29,8 @@ STATEMENTS: dict[str, tuple[dict[str, tuple[int, ...]], tuple[int, ...]]] = {
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slices, "LEAST_POINTS", 1)
     monkeypatch.setattr("insum.host.choose.LEAST_WORK", 1)
+    # which is tested by itself
+    monkeypatch.setattr("insum.host.choose.convolution_of", lambda problem: None)
     monkeypatch.setattr("insum.call.prepared._forms", {})
     monkeypatch.setattr("insum.call.lookup._fronts", {})
 
@@ -72,6 +74,27 @@ def test_gradients(statement: str, small: None) -> None:
     assert torch.autograd.gradcheck(call, leaves)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("text", "shape", "out_shape"),
+    [
+        ("y[i,c,j] = x[c,2*i+a,j+b+1]", (4, 12, 9), (5, 4, 6)),
+        ("y[c,i+a,2*j+b] = x[i,j,c]", (5, 6, 3), (3, 7, 12)),
+    ],
+)
+def test_windows_of_one_tensor(
+    text: str, shape: tuple[int, ...], out_shape: tuple[int, ...], dtype: torch.dtype, small: None
+) -> None:
+    """Sums of what lies in them, as pooling has, and of what is written to them."""
+    x, options = torch.randn(shape).to(dtype), {"out_shape": out_shape, "sizes": {"a": 3, "b": 2}}
+    assert "slices" in str(insum.explain(text, x=x, **options))
+    found = insum.insum(text, x=x, **options)
+    assert_close(found, oracle(text, {"x": x}, sizes={"a": 3, "b": 2, "y": out_shape}))
+    if dtype is torch.float64:
+        call = lambda x: insum.insum(text, x=x, **options)
+        assert torch.autograd.gradcheck(call, x.requires_grad_())
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_drawn_windows(seed: int, small: None) -> None:
     """Dimensions with windows and without, in any order and any layout, steps and offsets."""
@@ -108,13 +131,12 @@ def test_drawn_windows(seed: int, small: None) -> None:
 
 
 def test_what_stays_as_it_is(small: None) -> None:
-    """Sums of one tensor alone are sums of views, and products of matrices are theirs; integers are
-    summed as before.
-    """
+    """Products of matrices, and of vectors, are theirs; integers are summed as before."""
     x, w = torch.randn(4, 5, 20), torch.randn(6, 5, 3)
     for statement, values in (
         ("y[b,t] = x[b,c,t+r] * w[o,c,r]", {"x": x, "w": w}),
-        ("y[b,c,t] = x[b,c,t+r]", {"x": x}),
+        ("y[o,r] = x[0,c,t+r] * w[o,c,t]", {"x": x, "w": torch.randn(6, 5, 18)}),
+        ("y[t,o] = x[0,0,t+r] * w[o,0,r]", {"x": x, "w": w}),
         ("y[b,c,t] = x[b,c,t+r] * w[c,r]", {"x": x.long(), "w": w[0].long()}),
     ):
         assert "slices" not in str(insum.explain(statement, sizes={"t": 18, "r": 3}, **values))

@@ -70,7 +70,7 @@ def cases(study: Study) -> Iterator[CpuCase]:
         for degree, channels, edges in EDGES[:most]:
             yield from edge_cases(degree, channels, edges)
     if "windows" in wanted:
-        for exhibit in windows()[:most]:
+        for exhibit in [*windows(), *convolutions()][:most]:
             yield from window_cases(exhibit)
 
 
@@ -160,6 +160,49 @@ def windows() -> list[Exhibit]:
             lambda x, w: functional.conv1d(x.T[None], w.T[:, None], stride=2, groups=40)[0].T,
             leaves=("x", "w"),
             options={"out_shape": (25_000, 40)},
+        ),
+    ]
+
+
+def convolutions() -> list[Exhibit]:
+    """Windows over channels."""
+    draw = data.RandomTensors(CPU)
+    return [
+        Exhibit(
+            "64 to 64 channels, 3 x 3, on 2 pictures of 56 x 56",
+            "y[b,o,i,j] = w[o,c,r,s] * x[b,c,i+r,j+s]",
+            {"w": draw.normal(64, 64, 3, 3), "x": draw.normal(2, 64, 58, 58)},
+            lambda w, x: functional.conv2d(x, w),
+            leaves=("w", "x"),
+            options={"out_shape": (2, 64, 56, 56)},
+        ),
+        Exhibit(
+            "24 to 40 channels, innermost, 5 x 5, every second place",
+            "y[b,i,j,o] = w[r,s,c,o] * x[b,2*i+r,2*j+s,c]",
+            {"w": draw.normal(5, 5, 24, 40), "x": draw.normal(4, 69, 69, 24)},
+            lambda w, x: functional.conv2d(
+                x.permute(0, 3, 1, 2), w.permute(3, 2, 0, 1), stride=2
+            ).permute(0, 2, 3, 1),
+            leaves=("w", "x"),
+            options={"out_shape": (4, 33, 33, 40)},
+        ),
+        Exhibit(
+            "48 to 80 channels, 3 wide and 4 apart, 2000 long",
+            "y[b,o,t] = w[o,c,k] * x[b,c,t+4*k]",
+            {"w": draw.normal(80, 48, 3), "x": draw.normal(6, 48, 2008)},
+            lambda w, x: functional.conv1d(x, w, dilation=4),
+            leaves=("w", "x"),
+            options={"out_shape": (6, 80, 2000)},
+        ),
+        Exhibit(
+            "8 groups of 12 to 20 channels, 3 x 3 x 3",
+            "y[g,o,i,j,k] = w[g,o,c,r,s,t] * x[g,c,i+r,j+s,k+t]",
+            {"w": draw.normal(8, 20, 12, 3, 3, 3), "x": draw.normal(8, 12, 14, 14, 14)},
+            lambda w, x: functional.conv3d(x.flatten(0, 1)[None], w.flatten(0, 1), groups=8).view(
+                8, 20, 12, 12, 12
+            ),
+            leaves=("w", "x"),
+            options={"out_shape": (8, 20, 12, 12, 12)},
         ),
     ]
 

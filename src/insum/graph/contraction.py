@@ -46,12 +46,12 @@ def cheapest(
     """
     given = tuple(tuple(f) for f in factors)
     sizes = tuple(sorted((v, int(extents[v])) for v in {v for f in given for v in f}))
-    return _cheapest(given, frozenset(kept), sizes)
+    return _cheapest(given, tuple(kept), sizes)
 
 
 @lru_cache(maxsize=1024)
 def _cheapest(
-    factors: tuple[tuple[str, ...], ...], kept: frozenset[str], sizes: tuple[tuple[str, int], ...]
+    factors: tuple[tuple[str, ...], ...], kept: tuple[str, ...], sizes: tuple[tuple[str, int], ...]
 ) -> Order:
     extents = dict(sizes)
     left, taken = _Remaining(factors, (True,) * len(factors), kept), []
@@ -91,12 +91,12 @@ class _Pairing:
 @dataclass(frozen=True, slots=True)
 class _Remaining:
     """Factors that are left; ``given`` says whose variables have an order already: products are
-    written in the order that suits.
+    written in the order that suits. ``kept`` is the order of the result.
     """
 
     factors: tuple[tuple[str, ...], ...]
     given: tuple[bool, ...]
-    kept: frozenset[str]
+    kept: tuple[str, ...]
 
     def choices(self, extents: Mapping[str, int], pairs: Iterable[Pair]) -> Iterator[_Pairing]:
         readers = Counter(v for f in self.factors for v in set(f))
@@ -110,7 +110,8 @@ class _Remaining:
         product = tuple(sorted(v for v in mine if v in self.kept or readers[v] > mine[v]))
         rest = [k for k in range(len(self.factors)) if k not in (a, b)]
         steps = _volume(mine, extents)
-        steps += WRITING * _volume(product, extents) if rest else 0
+        if rest or _is_interleaved(self.kept, self.factors[a], self.factors[b]):
+            steps += WRITING * _volume(product, extents)
         for one, other in ((a, b), (b, a)):
             if self.given[one] and _is_moved(self.factors[one], self.factors[other], product):
                 steps += WRITING * _volume(self.factors[one], extents)
@@ -139,6 +140,18 @@ def _is_moved(factor: tuple[str, ...], other: tuple[str, ...], product: tuple[st
     comes first, and what is summed stands together.
     """
     kinds = ["summed" if v not in product else "both" if v in other else "own" for v in factor]
+    return _is_apart(kinds)
+
+
+def _is_interleaved(result: tuple[str, ...], one: tuple[str, ...], other: tuple[str, ...]) -> bool:
+    """Whether a matrix product would have to be copied into the order of the result: what both
+    factors have comes first, and what one has stands together.
+    """
+    held = [(v in one, v in other) for v in result if v in one or v in other]
+    return _is_apart(["both" if all(there) else "one" if there[0] else "other" for there in held])
+
+
+def _is_apart(kinds: list[str]) -> bool:
     runs = [kind for k, kind in enumerate(kinds) if k == 0 or kinds[k - 1] != kind]
     rest = runs[1:] if runs[:1] == ["both"] else runs
     return len(rest) != len(set(rest)) or "both" in rest

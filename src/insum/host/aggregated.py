@@ -4,7 +4,11 @@
     H[X[e],Z[e],c] = V[e] * In[Y[e],c]                 a sum of rows
     Out[x,m] = H[x,z,c] * W[z,c,m]                     one product of matrices
 
-instead of a product for each point.
+instead of a product for each point. So are sums that a factor scales, which has variables of the
+left side alone, and those of which the left side has no index:
+
+    Out[X[e],m] = In[e,m] * w[m]           H[X[e],m] = In[e,m]     Out[x,m] = H[x,m] * w[m]
+    Out[m] = In[e,m] * W[Z[e],m]           H[Z[e],m] = In[e,m]     Out[m] = H[z,m] * W[z,m]
 """
 
 from __future__ import annotations
@@ -24,6 +28,9 @@ from insum.host.parts import SubProblem, extent_of, is_finite, sub_problem, tens
 from insum.host.places import Lowering
 from insum.lang.bind import Problem
 from insum.lang.expr import Access, Affine, Expr, fresh, index_of, names_of, variables
+
+#: Rows of fewer numbers are gathered, and scaled, as quickly as they are summed.
+LEAST_COLUMNS = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,21 +53,24 @@ class Aggregated:
 
 @dataclass(frozen=True, slots=True)
 class _Picked:
-    """A tensor of which an index tensor picks a row; the other dimensions are variables."""
+    """A tensor of which an index tensor picks a row, or none does: there is one of that ``size``,
+    and no ``dim``. The other dimensions are variables.
+    """
 
     access: Access
-    dim: int
+    dim: int | None
     size: int
     vars: frozenset[str]
 
     @property
-    def index(self) -> Affine:
-        return self.access.indices[self.dim]
+    def indices(self) -> tuple[Affine, ...]:
+        return () if self.dim is None else (self.access.indices[self.dim],)
 
     def along(self, var: str) -> Access:
         """The tensor with a variable that runs along its rows instead."""
         indices = [*self.access.indices]
-        indices[self.dim] = index_of(var)
+        if self.dim is not None:
+            indices[self.dim] = index_of(var)
         return Access(self.access.tensor, tuple(indices))
 
 
@@ -75,7 +85,7 @@ def aggregated_of(
     for k, factor in enumerate(term.factors):
         rest = (*term.factors[:k], *term.factors[k + 1 :])
         side = _picked(problem, factor)
-        if side is not None and side.index != target.index and _pays(problem, target, side, rest):
+        if side is not None and _is_apart(target, side) and _pays(problem, target, side, rest):
             return _aggregated(problem, target, side, rest, way, otherwise)
     return None
 
@@ -91,11 +101,13 @@ def _aggregated(
     taken = names_of(problem.statement)
     name, i, j = fresh("sums", taken), fresh("i", taken), fresh("j", taken)
     kept, wide = _kept(target, factor, rest), meeting_dtype(problem)
-    shape = (target.size, factor.size, *(int(problem.extents[v]) for v in kept))
+    picked = [(side, var) for side, var in ((target, i), (factor, j)) if side.indices]
+    sizes = {var: side.size for side, var in picked}
+    shape = (*sizes.values(), *(int(problem.extents[v]) for v in kept))
     inner = tuple(index_of(v) for v in kept)
-    sums = Access(name, (target.index, factor.index, *inner))
+    sums = Access(name, (*target.indices, *factor.indices, *inner))
     first = sub_problem(problem, sums, [*rest], shape, wide, {}, {})
-    whole = Access(name, (index_of(i), index_of(j), *inner))
+    whole = Access(name, (*map(index_of, sizes), *inner))
     second = sub_problem(
         problem,
         target.along(i),
@@ -103,7 +115,7 @@ def _aggregated(
         tuple(int(s) for s in problem.shape),
         problem.dtype,
         {name: tensor_kind(shape, wide)},
-        {i: target.size, j: factor.size},
+        sizes,
     )
     product = SubProblem(second, lower_on_host(second))
     return Aggregated(way(first), product, name, wide, otherwise())
@@ -113,15 +125,23 @@ def _picked(problem: Problem, holder: Expr) -> _Picked | None:
     if not isinstance(holder, Access):
         return None
     dims = [d for d, index in enumerate(holder.indices) if index.var is None]
-    if len(dims) != 1 or not isinstance(holder.indices[dims[0]].atom, Access):
+    if len(dims) > 1 or not all(isinstance(holder.indices[d].atom, Access) for d in dims):
         return None
-    rest = [(d, str(i.var)) for d, i in enumerate(holder.indices) if d != dims[0]]
+    rest = [(d, str(i.var)) for d, i in enumerate(holder.indices) if d not in dims]
     whole = all(int(problem.size_of(holder, d)) == problem.extents[v] for d, v in rest)
     vars = frozenset(v for _, v in rest)
-    is_apart = len(vars) == len(rest) and vars.isdisjoint(variables(holder.indices[dims[0]]))
-    if not whole or not is_apart:
+    own = {v for d in dims for v in variables(holder.indices[d])}
+    if not whole or len(vars) < len(rest) or own & vars:
         return None
-    return _Picked(holder, dims[0], int(problem.size_of(holder, dims[0])), vars)
+    dim = dims[0] if dims else None
+    return _Picked(holder, dim, 1 if dim is None else int(problem.size_of(holder, dim)), vars)
+
+
+def _is_apart(target: _Picked, factor: _Picked) -> bool:
+    """Whether what is picked differs; a factor of which nothing is scales the left side."""
+    if not factor.indices:
+        return bool(target.indices) and factor.vars <= target.vars
+    return target.indices != factor.indices
 
 
 def _kept(target: _Picked, factor: _Picked, rest: Iterable[Expr]) -> list[str]:
@@ -132,13 +152,16 @@ def _kept(target: _Picked, factor: _Picked, rest: Iterable[Expr]) -> list[str]:
 
 def _pays(problem: Problem, target: _Picked, factor: _Picked, rest: tuple[Expr, ...]) -> bool:
     """Whether sums and one product take less than a product of matrices for each point."""
-    indices = {*variables(target.index), *variables(factor.index)}
+    indices = {v for side in (target, factor) for i in side.indices for v in variables(i)}
     both, kept = target.vars | factor.vars, _kept(target, factor, rest)
     if not rest or indices & both:
         return False
     every = indices | {v for f in rest for v in variables(f)}
     points = extent_of(problem, every - both)
     width, own = extent_of(problem, kept), extent_of(problem, both - {*kept})
+    if not (target.indices and factor.indices):
+        wide = width >= LEAST_COLUMNS or bool(factor.indices) and width * own >= LEAST_COLUMNS
+        return wide and target.size * factor.size <= points
     of_matrices = extent_of(problem, {*kept} - (target.vars & factor.vars)) > 1 and own > 1
     if not of_matrices:
         return False

@@ -85,6 +85,10 @@ class HostCall:
         is_known = all(e.declared for e in self.entries.values())
         return is_known or torch.are_deterministic_algorithms_enabled()
 
+    def given(self, name: str, value: Value) -> HostCall:
+        """The same call, with one value more."""
+        return HostCall({**self.values, name: value}, self.entries, self._wrap)
+
     def among(self, names: Iterable[str]) -> HostCall:
         """The same call, of which only these index tensors are to be known."""
         return HostCall(self.values, {name: self.entries[name] for name in names}, self._wrap)

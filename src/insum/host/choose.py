@@ -18,6 +18,7 @@ from insum.host.block_rows import block_rows_of
 from insum.host.blocks import blocks_of
 from insum.host.by_row import by_row_of
 from insum.host.chunks import chunks_of
+from insum.host.convolution_roles import convolution_of
 from insum.host.dots import dots_of
 from insum.host.operations import lower_on_host
 from insum.host.parts import SubProblem
@@ -26,6 +27,7 @@ from insum.host.places import Lowering
 from insum.host.roles import FLOATS, HostRoles, roles_of
 from insum.host.rows import rows_of
 from insum.host.runs import runs_of
+from insum.host.scaled import scaled_of
 from insum.host.slices import slices_of
 from insum.lang.bind import Problem
 
@@ -91,19 +93,31 @@ def choose(problem: Problem, *, new: bool = True) -> Lowering | None:
         return None
     if not new and problem.dtype in FLOATS:
         problem = replace(problem, dtype=meeting_dtype(problem))
-    windows = slices_of(problem)
+    windows = convolution_of(problem) or slices_of(problem)
     if windows is not None:
         return windows
     roles = roles_of(problem)
     if roles is None:
         return by_row_of(problem)  # sums of several products
-    plainly = lambda: _first(roles) or _whole(problem)
-    found = patterns_of(problem, _whole, plainly) or aggregated_of(problem, _summed, plainly)
-    return found or _first(roles)
+    return patterns_of(problem, _whole, lambda: _plainly(problem)) or _without_pattern(problem)
 
 
-def _summed(problem: Problem) -> Lowering:
-    """How the sums of a statement are run that are a statement of their own."""
+def _plainly(problem: Problem) -> Lowering:
+    return _without_pattern(problem) or _whole(problem)
+
+
+def _without_pattern(problem: Problem) -> Lowering | None:
+    """Of several statements each is run as suits it."""
+    found = scaled_of(problem, _plainly) or aggregated_of(
+        problem, _plainly, lambda: _in_one(problem)
+    )
+    if found is not None:
+        return found
+    roles = roles_of(problem)
+    return _first(roles) if roles is not None else _in_parts(problem)
+
+
+def _in_one(problem: Problem) -> Lowering:
     roles = roles_of(problem)
     return (roles and _first(roles)) or _whole(problem)
 

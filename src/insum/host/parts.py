@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import prod
+from math import isfinite, prod
 from typing import Any
 
 import torch
@@ -76,7 +76,7 @@ def is_finite(result: Tensor, wide: torch.dtype) -> bool:
     """Whether all numbers are; asked of their sum in a wide dtype: one of many halves is more than
     they hold.
     """
-    return bool(result.sum(dtype=wide).isfinite())
+    return isfinite(result.sum(dtype=wide).item())
 
 
 def tensor_kind(shape: tuple[int, ...], dtype: torch.dtype) -> Kind:

@@ -108,7 +108,11 @@ class Slices:
         own = [f.variables for f in self.factors]
         summed = tuple(dict.fromkeys(v for names in own for v in names if v not in kept))
         order = (*kept, *summed)
-        first, *inner, last = (_spread(p, names, order) for p, names in zip(parts, own))
+        first, *others = (_spread(p, names, order) for p, names in zip(parts, own))
+        if not others:
+            into.add_(first)
+            return
+        *inner, last = others
         for part in inner:
             first = first * part
         if summed:
@@ -127,28 +131,24 @@ def _spread(part: Tensor, names: Sequence[str], kept: Sequence[str]) -> Tensor:
 
 
 def slices_of(problem: Problem) -> Slices | None:
-    """None where there are no windows, or of one tensor alone, whose views are added up as they
-    are; where indices are read, and where slices are too small, or too many.
+    """None where there are no windows, where indices are read, and where slices are too small, or
+    too many.
     """
-    terms, statement = live_terms(problem), problem.statement
-    if len(terms) != 1 or statement.operator not in ("=", "+=") or not _are_floats(problem):
+    every = dense_product(problem)
+    if every is None:
         return None
-    reads = [factor for factor in terms[0].factors if isinstance(factor, Access)]
-    every = [statement.target, *reads]
-    if len(reads) != len(terms[0].factors) or any(
-        True for a in every for i in a.indices for _ in accesses(i)
-    ):
-        return None
+    reads = every[1:]
     extents = {v: int(n) for v, n in problem.extents.items()}
     loops = _looped([index for access in every for index in access.indices], extents)
     count = prod(extents[v] for v in loops)
     if not loops or count > MOST_SLICES or prod(extents.values()) < LEAST_POINTS * count:
         return None
-    sliced = [_sliced(access, loops) for access in every]
-    if None in sliced or {*terms[0].variables} - {v for a in reads for v in variables(a)}:
+    found = [sliced(access, loops) for access in every]
+    known = {*loops, *(v for a in reads for v in variables(a))}
+    if None in found or {*variables(every[0])} - known:
         return None
-    target, *factors = (one for one in sliced if one is not None)
-    if len(factors) < 2 or not _is_plain(target, factors):
+    target, *factors = (one for one in found if one is not None)
+    if not factors or not _is_plain(target, factors):
         return None
     var = next(iter(target.variables), "")
     place = prod(n for v, n in extents.items() if v not in loops and v != var)
@@ -156,13 +156,25 @@ def slices_of(problem: Problem) -> Slices | None:
     return Slices(problem, target, tuple(factors), loops, var, step)
 
 
+def dense_product(problem: Problem) -> list[Access] | None:
+    """The left side and the factors of a product of floating numbers that reads no index tensor."""
+    terms, statement = live_terms(problem), problem.statement
+    if len(terms) != 1 or statement.operator not in ("=", "+=") or not _are_floats(problem):
+        return None
+    every = [statement.target, *(f for f in terms[0].factors if isinstance(f, Access))]
+    indexed = any(True for a in every for i in a.indices for _ in accesses(i))
+    return None if indexed or len(every) <= len(terms[0].factors) else every
+
+
 def _is_plain(target: SlicedAccess, factors: Sequence[SlicedAccess]) -> bool:
-    """Whether nothing is summed of slices; or all along the windows is, and no product is larger
-    than they are. Products of matrices, and of vectors, are quicker over all windows at once.
+    """Whether a slice of the product is as large as one of a factor, and nothing of it is summed;
+    or all along the windows is, of two such factors. Products of matrices, and of vectors, are
+    quicker over all windows at once.
     """
     every, kept = {v for factor in factors for v in factor.variables}, {*target.variables}
     along = {i.var for factor in factors for i in factor.indices if i.var and i.looped}
-    return every <= kept or not along & kept and any(every == {*f.variables} for f in factors)
+    whole = sum(every == {*factor.variables} for factor in factors)
+    return bool(whole) and every <= kept or not along & kept and whole > 1
 
 
 def _are_floats(problem: Problem) -> bool:
@@ -179,7 +191,7 @@ def _looped(indices: Sequence[Affine], extents: Mapping[str, int]) -> tuple[str,
     return tuple(found)
 
 
-def _sliced(access: Access, loops: Sequence[str]) -> SlicedAccess | None:
+def sliced(access: Access, loops: Sequence[str]) -> SlicedAccess | None:
     found = []
     for index in access.indices:
         terms = [(by, atom.name) for by, atom in index.terms if isinstance(atom, Var)]
