@@ -1275,3 +1275,12 @@ def test_no_more_is_scaled_than_is_read() -> None:
     text, d = "Y[d[p],n] = X[s[p],n] * w[n]", whole(9000, 5000)
     values = {"d": d, "s": whole(9000, 5000), "X": torch.randn(9000, 6), "w": torch.randn(6)}
     assert way_of(Statement("", text, lambda d: {}, {"out_shape": (9000, 6)}), values) == "chunks"
+
+
+def test_a_graph_that_hardly_gathers_is_no_pattern() -> None:
+    """A layer whose weights are of a code book is a matrix product as it is."""
+    text, q, c = "y[b,o] = x[b,i] * c[q[i,o]]", whole(16, 16, 16), torch.randn(16)
+    few, many = torch.randn(40, 16), torch.randn(4000, 16)
+    assert "on the CPU: patterns" in str(insum.explain(text, x=few, q=q, c=c))
+    assert "patterns" not in str(insum.explain(text, x=many, q=q, c=c))
+    torch.testing.assert_close(insum.insum(text, x=many, q=q, c=c), many @ c[q])

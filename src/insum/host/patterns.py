@@ -275,11 +275,19 @@ def _ones(rows: Tensor, count: int, columns: Tensor, width: int, dtype: torch.dt
 
 def _steps(problem: Problem) -> int:
     """What a product takes: the best order, and what is gathered for it."""
+    return _multiplied(problem) + _gathered(problem)
+
+
+def _multiplied(problem: Problem) -> int:
     (term,) = problem.terms
     factors = [variables(f) for f in term.factors]
-    order = cheapest(factors, variables(problem.statement.target), problem.extents)
-    gathered = [f for f in (problem.statement.target, *term.factors) if index_expressions((f,))]
-    return order.steps + WRITING * sum(extent_of(problem, variables(f)) for f in gathered)
+    return cheapest(factors, variables(problem.statement.target), problem.extents).steps
+
+
+def _gathered(problem: Problem) -> int:
+    (term,) = problem.terms
+    found = [f for f in (problem.statement.target, *term.factors) if index_expressions((f,))]
+    return WRITING * sum(extent_of(problem, variables(f)) for f in found)
 
 
 def _moved(problem: Problem, factors: Iterable[Expr], made: tuple[str, ...] = ()) -> int:
@@ -289,8 +297,12 @@ def _moved(problem: Problem, factors: Iterable[Expr], made: tuple[str, ...] = ()
 
 
 def _most_steps(problem: Problem, term: ProductTerm, otherwise: Lowering) -> int:
-    """What the dense statement may take, so that it is not slower than the other way."""
-    points = extent_of(problem, term.variables)
+    """What the dense statement may take, so that it is not slower than the other way: a graph that
+    hardly gathers is a dense product itself, and makes nothing first.
+    """
+    points, multiplied = extent_of(problem, term.variables), _multiplied(problem)
+    if not otherwise.slowness and GATHERING * _gathered(problem) < multiplied:
+        return multiplied - 1
     return otherwise.slowness * points or GATHERING * _steps(problem)
 
 

@@ -29,7 +29,7 @@ from insum.lang.expr import Access, Expr, fresh, index_of, names_of, variables
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Scaled:
+class ScaledColumns:
     """A tensor and what scales it as ``scaled``; then the rest, by the way that suits it."""
 
     first: SubProblem
@@ -45,7 +45,7 @@ class Scaled:
         return self.rest(call.given(self.scaled, self.first(call.values)))
 
 
-def scaled_of(problem: Problem, way: Callable[[Problem], Lowering]) -> Scaled | None:
+def scaled_of(problem: Problem, way: Callable[[Problem], Lowering]) -> ScaledColumns | None:
     """``way`` says how the rest is run. None where no factor of dense columns scales those of a
     tensor that has fewer numbers than are read of it.
     """
@@ -69,7 +69,7 @@ def scaled_of(problem: Problem, way: Callable[[Problem], Lowering]) -> Scaled | 
     rest.insert(at - (scale < at), Access(name, side.indices))
     target, result = problem.statement.target, tuple(int(n) for n in problem.shape)
     second = sub_problem(problem, target, rest, result, problem.dtype, {name: kind}, {})
-    return Scaled(SubProblem(first, lower_on_host(first)), way(second), name)
+    return ScaledColumns(SubProblem(first, lower_on_host(first)), way(second), name)
 
 
 def _pairs(problem: Problem, factors: Sequence[Expr]) -> Iterator[tuple[int, int, int]]:
