@@ -228,6 +228,26 @@ def test_nothing_is_kept_alive() -> None:
     assert memory.report().entries <= before - 3
 
 
+def test_few_weights_are_constants_only_where_edges_are_promised_to_stay(anew: list[str]) -> None:
+    """Calls with them are found at once; what a promise decides is decided anew."""
+    text = spec("out[d[i],j] = w[i] * x[s[i],j]", ("w", "x"))
+    edges, w = graph_of(), torch.randn(E)
+
+    def again() -> None:
+        for _ in range(KNOWN):
+            x = torch.randn(N, F)
+            got = torch.ops.insum.fused.default(text, [w, x, edges], [N, F])
+            assert_close(got, torch.zeros(N, F).index_add(0, edges[1], w[:, None] * x[edges[0]]))
+
+    again()
+    anew.clear()
+    again()
+    assert not anew
+    insum.unchanging(edges)
+    again()
+    assert anew  # its values may be code
+
+
 def test_at_most_so_many(anew: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "MOST_PARTS", 1)
     for seed in range(3):

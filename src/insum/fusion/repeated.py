@@ -72,7 +72,8 @@ class PreparedRun:
         owners: tensors that decide it: their number, the object that owns their version (of views
             the base), their storage, their version, and where in the storage they begin. What
             `memory.known` compares, of tensors of the same sizes and strides.
-        entries: what is remembered of them and of their parts, and its serial.
+        entries: what is remembered of them and of their parts, its serial, and whether they are
+            promised to stay.
         computed: tensors that follow from them.
         launches: what is launched, one after the other.
     """
@@ -82,7 +83,7 @@ class PreparedRun:
     owners: tuple[
         tuple[int, weakref.ref[Tensor], weakref.ref[torch.UntypedStorage], int | None, int], ...
     ]
-    entries: tuple[tuple[weakref.ref[memory.Entry], int], ...]
+    entries: tuple[tuple[weakref.ref[memory.Entry], int, bool], ...]
     computed: tuple[weakref.ref[Tensor], ...]
     launches: tuple[PreparedLaunch, ...]
 
@@ -139,11 +140,14 @@ class RepeatedStatement:
         parts: by name what the statement reads.
         indices: of each index tensor the number of the tensor of which it is a part, how that lies
             in memory, and which part.
+        may_become_code: whether values of a tensor are part of the program where an index tensor is
+            promised to stay.
     """
 
     fused: FusedCall
     parts: dict[str, PlacedPart]
     indices: tuple[tuple[int, memory.MemoryPlace, Selects], ...]
+    may_become_code: bool
     kept: KeptRows | None = None
 
     def renumbered(self, numbers: Sequence[int]) -> RepeatedStatement:
@@ -151,7 +155,7 @@ class RepeatedStatement:
         parts = {name: (numbers[n], start, how) for name, (n, start, how) in self.parts.items()}
         indices = tuple((numbers[n], place, how) for n, place, how in self.indices)
         kept = None if self.kept is None else replace(self.kept, base=numbers[self.kept.base])
-        return RepeatedStatement(self.fused, parts, indices, kept)
+        return RepeatedStatement(self.fused, parts, indices, self.may_become_code, kept)
 
     def settled(
         self, target: Tensor | None, known: Mapping[int, memory.Entry]
@@ -163,7 +167,7 @@ class RepeatedStatement:
         for number, _, selects in self.indices:
             entry = known.get(number)
             part = entry.parts.get(selects) if entry is not None and selects else entry
-            if part is None or not part.held:
+            if part is None or not part.held or self.may_become_code and part.declared:
                 return None
             entries.append(part)
         ready = self.fused.settled(target, entries)
@@ -316,9 +320,11 @@ class RepeatedCall:
             if version is not None and tensor._version != version:
                 return None
         stamp = next(memory.stamps)
-        for entry_of, serial in run.entries:
+        for entry_of, serial, declared in run.entries:
             entry = entry_of()
             if entry is None or not entry.held or entry.serial != serial:
+                return None
+            if entry.declared is not declared:
                 return None
             entry.stamp = stamp
         values: list[Any] = [*tensors]
@@ -358,7 +364,7 @@ class RepeatedCall:
             stream,
             cache.state["epoch"],
             tuple((number, *_owner(tensors[number])) for number in passed),
-            tuple((weakref.ref(entry), entry.serial) for entry in every),
+            tuple((weakref.ref(entry), entry.serial, entry.declared) for entry in every),
             tuple(weakref.ref(value) for value in computed if value is not None),
             tuple(launches),
         )
@@ -454,7 +460,7 @@ def note(
             for name in fused.kind.indices
         )
         follow = tuple(ComputedBefore(k, own, memory.place_of(value)) for k, own, value in computed)
-        statement = RepeatedStatement(fused, at, indices)
+        statement = RepeatedStatement(fused, at, indices, fused.has_few_coefficients(values))
         _keep(text, alike, _made((statement,), follow, tensors, sizes, target))
     for name, number, selects in parts:
         entry = memory.known(values[name]) if selects and name in fused.kind.indices else None

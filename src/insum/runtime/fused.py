@@ -160,8 +160,17 @@ class FusedCall:
         kind = self.kind
         if kind.negated or not kind.indices:
             return False
-        small = [n for n in kind.coefficients if values[n].numel() <= 2 * UNROLL_POINTS]  # type: ignore[union-attr]
-        return not small  # of those it may be promised that they are constant
+        if not self.has_few_coefficients(values):
+            return True
+        entries = [memory.known(values[name]) for name in kind.indices]  # type: ignore[arg-type]
+        return not any(entry is not None and entry.declared for entry in entries)
+
+    def has_few_coefficients(self, values: Mapping[str, Value]) -> bool:
+        """Whether some tensor is so small that its values become part of the program, where it and
+        an index tensor are promised to stay.
+        """
+        few = 2 * UNROLL_POINTS
+        return any(values[name].numel() <= few for name in self.kind.coefficients)  # type: ignore[union-attr]
 
     def run_unseen(
         self,
