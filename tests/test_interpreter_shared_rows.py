@@ -187,6 +187,24 @@ def test_index_tensors_that_change_are_not_taken_for_others(joined: list[tuple[i
 
 @pytest.mark.interpreter
 @pytest.mark.usefixtures("kernels_only")
+@each("edges, columns", [(EDGES, 0), (0, 20), (0, 0)])
+def test_nothing_to_sum(edges: int, columns: int, joined: list[tuple[int, bool]]) -> None:
+    """Of one class of sizes with rows that share a launch."""
+    statement, shapes, _ = CASES["a weight for each edge"]
+    index = ends(in_order=False)
+    for _ in range(2):
+        gradients(statement, drawn(shapes, **index), torch.randn(NODES, 20))
+    count = len(joined)
+    w, x = torch.randn(edges, requires_grad=True), torch.randn(NODES, columns, requires_grad=True)
+    index = {name: one[:edges] for name, one in index.items()}
+    for _ in range(2):
+        got = gradients(statement, {"w": w, "x": x, **index}, torch.randn(NODES, columns))
+    assert [one.shape for one in got] == [w.shape, x.shape]
+    assert all(not one.any() for one in got) and len(joined) == count == 1
+
+
+@pytest.mark.interpreter
+@pytest.mark.usefixtures("kernels_only")
 def test_numbers_on_their_way_are_no_reason_to_stay_apart(
     joined: list[tuple[int, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -277,7 +277,7 @@ class _FusedCall:
 
     text: str
     tensors: Sequence[Tensor]
-    sizes: tuple[int, ...]
+    sizes: Sequence[int]
     call: BoundCall
     values: dict[str, Any]
 
@@ -289,7 +289,7 @@ class _FusedCall:
         values = _values(text, tensors, given)
         call = kinds_of(places.form).find(values, given[: places.count], target)
         call.verify(values)
-        return cls(text, tensors, given, call, values)
+        return cls(text, tensors, sizes, call, values)
 
     def noted(self, target: Tensor | None) -> None:
         """Calls like it are recognised from now on, where all that it is passed stays."""

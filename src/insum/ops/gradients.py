@@ -78,50 +78,30 @@ class Derived:
         if self.views:
             source: Tensor = values[self.views]
             return self.repeated(source.permute(self.order), shape) if self.repeats else source
-        if calls is None:
-            found = run(self.kinds, self.arguments(values), self.sizes(shape, extents))
+        # loops: before Python 3.12 every comprehension is a call, and a backward pass has many
+        arguments = {}
+        for name in self.reads:
+            arguments[name] = values[name]
+        call = None if calls is None else calls.get(self)
+        if call is None:
+            sizes = [*shape]
+            for dim in reversed(self.repeats):
+                del sizes[dim]
+            for var in self.variables:
+                sizes.append(extents[var])
+            if calls is not None:
+                kinds, given = self.kinds, tuple(sizes)
+                call = kinds.known(arguments, given) or kinds.find(arguments, given)
+                calls[self] = call
+        if call is None:
+            found = run(self.kinds, arguments, tuple(sizes))
         else:
-            call, arguments = self.bound(values, shape, extents, calls)
             if call.prepared.looks_first:
                 call.look(arguments)
             found = call.run("new", arguments, None, False, filled)
         if self.real:
             found = found.real
         return self.repeated(found, shape) if self.repeats else found
-
-    def arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Of all values, those that it reads."""
-        # loops: before Python 3.12 every comprehension is a call, and a backward pass has many
-        found = {}
-        for name in self.reads:
-            found[name] = values[name]
-        return found
-
-    def sizes(self, shape: Sequence[Size], extents: Mapping[str, Size]) -> tuple[Any, ...]:
-        """Those that it is given, for a value of this shape."""
-        sizes = [*shape]
-        for dim in reversed(self.repeats):
-            del sizes[dim]
-        for var in self.variables:
-            sizes.append(extents[var])
-        return tuple(sizes)
-
-    def bound(
-        self,
-        values: Mapping[str, Any],
-        shape: Sequence[Size],
-        extents: Mapping[str, Size],
-        calls: FoundCalls,
-    ) -> tuple[BoundCall, dict[str, Any]]:
-        """The call for a value of this shape, and what it is on."""
-        arguments, call = {}, calls.get(self)
-        for name in self.reads:  # as `arguments`, for every gradient of a step
-            arguments[name] = values[name]
-        if call is None:
-            sizes = self.sizes(shape, extents)
-            call = self.kinds.known(arguments, sizes) or self.kinds.find(arguments, sizes)
-            calls[self] = call
-        return call, arguments
 
     def repeated(self, value: Tensor, shape: Sequence[Size]) -> Tensor:
         """The whole as a view of what it repeats."""
@@ -177,7 +157,12 @@ def gradients(
         upstream, to_initial = _shared(call, values, upstream, result, held, run)
     found: dict[str, Tensor] = {}
     if calls is not None and not on_host and len(wanted) > 1:
-        found = _of_shared_rows(call, values, upstream, result, wanted, calls)
+        key = "shared rows", upstream.dtype, *wanted, *call.dtypes.items()
+        members: SharingRows | None = call.rules.get(key)
+        if members is None:
+            members = call.rules[key] = _sharing_rows(call, values, upstream, wanted)
+        if members:
+            found = _of_shared_rows(members, call, values, upstream, result, calls)
     common: dict[str, Tensor] | None = None
     once = _computed_once(call, values, wanted, upstream) if on_host else None
     alike: dict[object, Tensor] = {}
@@ -220,34 +205,40 @@ def gradients(
     return to_initial, found
 
 
+#: By tensor the rule of its gradient, and the statement that this is.
+SharingRows: TypeAlias = "dict[str, tuple[GradientRule, Derived]]"
+
+
 def _of_shared_rows(
+    members: SharingRows,
     call: ForwardCall,
     values: Mapping[str, Value],
     upstream: Tensor,
     result: Tensor | None,
-    wanted: Sequence[str],
     calls: FoundCalls,
 ) -> dict[str, Tensor]:
     """Of the gradients that gather the same rows those that kernels give, in one where it can."""
-    key = "shared rows", upstream.dtype, *wanted, *call.dtypes.items()
-    members: dict[str, tuple[GradientRule, Derived]] | None = call.rules.get(key)
-    if members is None:
-        members = call.rules[key] = _sharing_rows(call, values, upstream, wanted)
-    if not members:
-        return {}
-    bound = []
+    bound, given = list[BoundCall](), list[dict[str, Any]]()
     for name, (rule, one) in members.items():
-        source: Any = values[name]
         known = {**values, rule.upstream: upstream, rule.result: result}
-        bound.append(one.bound(known, source.shape, call.extents, calls))
-    given = [arguments for _, arguments in bound]
-    results = in_kernels.at_once([one for one, _ in bound], given)
+        arguments: dict[str, Any] = {}
+        for read in one.reads:
+            arguments[read] = known[read]
+        found = calls.get(one)
+        if found is None:
+            source: Any = values[name]  # no view repeats it
+            sizes = (*source.shape, *[call.extents[v] for v in one.variables])
+            found = one.kinds.known(arguments, sizes) or one.kinds.find(arguments, sizes)
+            calls[one] = found
+        bound.append(found)
+        given.append(arguments)
+    results = in_kernels.at_once(bound, given)
     return {name: it for name, it in zip(members, results) if it is not None}
 
 
 def _sharing_rows(
     call: ForwardCall, values: Mapping[str, Any], upstream: Tensor, wanted: Sequence[str]
-) -> dict[str, tuple[GradientRule, Derived]]:
+) -> SharingRows:
     """Those gradients that are one statement each, and may be computed in one walk."""
     single = {}
     for name in wanted:

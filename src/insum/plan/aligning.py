@@ -186,7 +186,8 @@ def _uneven_rows(planned: Planned, place: int) -> _UnevenRows | None:
     if row is None or middle is None or not _is_bounded(planned, var) or var in inside:
         return None
     wide, step = WIDE_LOAD // BYTES[kind], math.gcd(*(abs(unit) for unit in units[:-1]))
-    copied = sizes.numel[read.tensor] // (row.typical * middle.typical) * row.most * middle.most
+    typical = max(row.typical * middle.typical, 1)  # there may be no columns
+    copied = sizes.numel[read.tensor] // typical * row.most * middle.most
     if units[-1] != 1 or max(units[:-1]) >= 0 or step % wide == 0 or copied > MOST_COPIED:
         return None
     return _UnevenRows(read, var, row.most, middle.most, sizes.numel[read.tensor], step, wide)

@@ -208,8 +208,10 @@ def _run(
     if index is not None and index != torch.cuda.current_device():
         with torch.cuda.device(index):
             return _run(parts, programs, order, bound=bound)
+    if has_nothing(programs[order[0]].steps[0], call.extents, call.shape):
+        return {}, None
     program = _program(tuple([programs[k] for k in order]))
-    if program is None or has_nothing(program.steps[0], call.extents, call.shape):
+    if program is None:
         return {}, None
     values: dict[str, Value] = {}
     results: dict[int, Tensor] = {}
