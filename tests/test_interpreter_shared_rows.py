@@ -67,7 +67,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     found: list[tuple[int, bool]] = []
     launched = one_launch._launched
 
-    def spy(kept: one_launch.Joined, parts: Any) -> Any:
+    def spy(kept: one_launch.OneLaunch, parts: Any) -> Any:
         (step,) = kept.ready.program.steps
         found.append((len(kept.order), bool(step.workspace)))  # which pieces go to
         return launched(kept, parts)

@@ -41,17 +41,17 @@ SelectedTensor: TypeAlias = tuple[int, Selects]
 class Joined:
     """All of an op that is not a tensor or a size. As text, one line without quotes, it is the op's
     first argument.
+
+    Attributes:
+        parts: for each index tensor and each chain: which of the tensors that are passed, and which
+            part of it.
+        wraps: index tensors in which a negative value counts from the end.
     """
 
     template: str
     values: tuple[str, ...]
     parts: tuple[tuple[SelectedTensor, ...], ...]
-    (
-        """For each index tensor and each chain: which of the tensors that are passed, and which """
-        """part of it."""
-    )
     wraps: frozenset[int]
-    """Index tensors in which a negative value counts from the end."""
 
     def __str__(self) -> str:
         parts = ";".join(

@@ -41,13 +41,16 @@ KEPT_ROWS = "kept rows, "
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A tensor that an op computes itself, from integer tensors that it is passed."""
+    """A tensor that an op computes itself, from integer tensors that it is passed.
+
+    Attributes:
+        sizes: places of the sizes that the program takes among those of the op.
+    """
 
     name: str
     program: str
     sources: tuple[str, ...]
     sizes: tuple[int, ...]
-    """Places of the sizes that the program takes among those of the op."""
     dtype: str
 
     def __str__(self) -> str:
@@ -63,27 +66,24 @@ class Spec:
 
     The text is one line without quotes: Inductor writes the nodes of a graph, unquoted, into
     comments of the code that it generates.
+
+    Attributes:
+        names: of the tensors that are passed: those of the statement, tensors of which index
+            tensors are parts, and what others are computed from.
+        views: index tensors: name, tensor of which it is a part, and which part.
+        wraps: index tensors in which a negative value counts from the end.
+        passing: index tensors that the graph makes anew at each call.
+        origins: tensors that are computed from others, once while those stay the same. They are not
+            passed.
     """
 
     statement: str
     names: tuple[str, ...]
-    (
-        """Of the tensors that are passed: those of the statement, tensors of which index """
-        """tensors """
-        """are parts, and what others are computed from."""
-    )
     views: tuple[tuple[str, str, Selects], ...]
-    """Index tensors: name, tensor of which it is a part, and which part."""
     size_names: str
     wraps: frozenset[str]
-    """Index tensors in which a negative value counts from the end."""
     passing: frozenset[str]
-    """Index tensors that the graph makes anew at each call."""
     origins: tuple[Computed, ...] = ()
-    (
-        """Tensors that are computed from others, once while those stay the same. They are not """
-        """passed."""
-    )
 
     def __str__(self) -> str:
         views = ";".join(
@@ -147,32 +147,27 @@ def _split(line: str, mark: str) -> tuple[str, ...]:
 class SpecPlaces:
     """A specification by the places of tensors and sizes among those that are passed, and what its
     calls are found by: all that is the same at every call is read out of the text once.
+
+    Attributes:
+        count: how many of the sizes are the statement's.
+        views: parts of tensors that are passed: name, place, which part, and whether the graph
+            makes the tensor anew at each call.
+        made: parts of computed tensors: name, that of the tensor, and which part.
+        origins: computed tensors: name, program, and the places of tensors and sizes that it is
+            applied to.
+        steady: whether all tensors are passed, parts of those that are and that stay, or computed.
+        parts: of every tensor of the statement its name, of what it is a part, and which: the place
+            of a tensor that is passed, or behind those, that of a computed one.
     """
 
     form: Form
     count: int
-    """How many of the sizes are the statement's."""
     plain: tuple[tuple[str, int], ...]
     views: tuple[tuple[str, int, Selects, bool], ...]
-    (
-        """Parts of tensors that are passed: name, place, which part, and whether the graph """
-        """makes the tensor anew at each call."""
-    )
     made: tuple[tuple[str, str, Selects], ...]
-    """Parts of computed tensors: name, that of the tensor, and which part."""
     origins: tuple[tuple[str, str, tuple[int, ...], tuple[int, ...]], ...]
-    (
-        """Computed tensors: name, program, and the places of tensors and sizes that it is """
-        """applied """
-        """to."""
-    )
     steady: bool
-    """Whether all tensors are passed, parts of those that are and that stay, or computed."""
     parts: tuple[tuple[str, int, Selects], ...]
-    (
-        """Of every tensor of the statement its name, of what it is a part, and which: the place """
-        """of a tensor that is passed, or behind those, that of a computed one."""
-    )
 
 
 @functools.lru_cache(maxsize=4096)

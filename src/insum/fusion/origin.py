@@ -139,13 +139,16 @@ _WORD = r"\b[snv]\d+\b"
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """A function as text, and what it is applied to."""
+    """A function as text, and what it is applied to.
+
+    Attributes:
+        costly: whether it waits for the device, because a mask is counted out, or sums up.
+    """
 
     program: str
     sources: tuple[Node, ...]
     sizes: tuple[Node, ...]
     costly: bool
-    """Whether it waits for the device, because a mask is counted out, or sums up."""
 
 
 def waits(node: Node) -> bool:
@@ -307,19 +310,19 @@ Share: TypeAlias = Callable[[str, tuple[Tensor, ...], tuple[int, ...], Callable[
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One call of a program: the function, and how its arguments come out of the values so far."""
+    """One call of a program: the function, and how its arguments come out of the values so far.
+
+    Attributes:
+        name: a digest of the whole expression, in which tensors and sizes are numbered as they
+            appear: the same in every program that has it.
+        reads: those tensors and sizes.
+    """
 
     function: Callable[..., Any]
     arguments: tuple[Callable[[OriginValues], Any], ...]
     more: tuple[tuple[str, Callable[[OriginValues], Any]], ...]
     name: str
-    (
-        """A digest of the whole expression, in which tensors and sizes are numbered as they """
-        """appear: """
-        """the same in every program that has it."""
-    )
     reads: tuple[str, ...]
-    """Those tensors and sizes."""
 
 
 @functools.lru_cache(maxsize=1024)

@@ -203,14 +203,14 @@ def _launches(
     """
     if not group:
         return [one.alone(number) for number, one in enumerate(settled)]
-    from insum.runtime.one_launch import Joined, kept_under  # which takes a while to import
+    from insum.runtime.one_launch import OneLaunch, kept_under  # which takes a while to import
 
     members = [settled[number] for number in group]
     key = kept_under([(one.statement.fused, one.entries) for one in members])
-    joined: Joined | Refusal | None = members[0].entries[0].get(key)
+    joined: OneLaunch | Refusal | None = members[0].entries[0].get(key)
     if joined is None:
         return None
-    if not isinstance(joined, Joined):
+    if not isinstance(joined, OneLaunch):
         return [one.alone(number) for number, one in enumerate(settled)]
     order = [group[k] for k in joined.order]
     parts: dict[str, PlacedPart] = {}

@@ -27,14 +27,17 @@ aten = torch.ops.aten
 class SeriesForm:
     """What chains have in common that can be one: a statement in which index tensors are numbered,
     and the tensors that it reads.
+
+    Attributes:
+        wraps: numbers of the index tensors in which a negative value counts from the end.
+        slots: chains that belong together: the size of the dimension that each has its own slice
+            of.
     """
 
     template: str
     values: tuple[tuple[str, Node], ...]
     wraps: frozenset[int]
-    """Numbers of the index tensors in which a negative value counts from the end."""
     slots: int
-    """Chains that belong together: the size of the dimension that each has its own slice of."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +53,10 @@ class SeriesPiece:
 class Series:
     """Pieces by the number of their slice; ``top`` is the node whose value they are, with ``rest``
     added, or added to ``initial``.
+
+    Attributes:
+        last: the one that comes last in the graph.
+        shaped: has the shape of the result, and is there before the last chain is.
     """
 
     pieces: tuple[SeriesPiece, ...]
@@ -58,9 +65,7 @@ class Series:
     rest: tuple[Node, ...]
     between: tuple[Node, ...]  # nodes that nobody needs any more
     last: Chain
-    """The one that comes last in the graph."""
     shaped: Node
-    """Has the shape of the result, and is there before the last chain is."""
 
     def after(self, replaced: dict[Node, Node]) -> Series:
         """The same series, when nodes that it reads have been replaced."""

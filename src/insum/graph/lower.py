@@ -33,6 +33,12 @@ _graphs: dict[object, list[Lowered]] = {}
 class Lowered:
     """A graph and how to call it: the old output first (unless ``mode`` is ``new``), then
     ``inputs``, then ``sizes`` ('' is the output's shape).
+
+    Attributes:
+        late: arguments that are still read while the output is written; they must not lie in its
+            memory.
+        sums: what sizes decided: sums, and whether each is short.
+        orders: what sizes decided: products, and in which order their factors are multiplied.
     """
 
     module: GraphModule
@@ -40,14 +46,8 @@ class Lowered:
     sizes: tuple[str, ...]
     mode: str
     late: tuple[str, ...] = ()
-    (
-        """Arguments that are still read while the output is written; they must not lie in its """
-        """memory."""
-    )
     sums: tuple[tuple[tuple[str, ...], bool], ...] = ()
-    """What sizes decided: sums, and whether each is short."""
     orders: tuple[tuple[VariablesOfFactors, tuple[Pair, ...]], ...] = ()
-    """Likewise: products, and in which order their factors are multiplied."""
 
     def suits(self, problem: Problem) -> bool:
         """Whether a problem of the same kind would get the same graph."""

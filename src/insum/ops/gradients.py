@@ -194,11 +194,8 @@ def gradients(
             total = part if total is None else total + part
         if total is None:
             total = torch.zeros_like(source, dtype=call.dtypes.get(name, source.dtype))
-        if common is not None:
-            for other in found.values():
-                if total is other:  # what is written to one must not reach the other
-                    total = total.clone()
-                    break
+        if common is not None and any(total is other for other in found.values()):
+            total = total.clone()  # what is written to one must not reach the other
         found[name] = total
         if same is not None:
             alike[same] = total

@@ -64,7 +64,7 @@ class _LookedUp:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Joined:
+class OneLaunch:
     """What several calls on certain index tensors launch as one.
 
     Attributes:
@@ -124,8 +124,8 @@ def _joined_results(parts: Mapping[int, _LookedUp], count: int) -> dict[int, Ten
         return _written_by_one(parts, bound=False)[0]
     key = kept_under([(part.call, part.entries) for part in parts.values()])
     entries = parts[0].entries[0]
-    kept: Joined | Refusal | None = entries.get(key)
-    if isinstance(kept, Joined):
+    kept: OneLaunch | Refusal | None = entries.get(key)
+    if isinstance(kept, OneLaunch):
         return _launched(kept, parts)
     if kept is APART:
         return {}
@@ -137,7 +137,7 @@ def _joined_results(parts: Mapping[int, _LookedUp], count: int) -> dict[int, Ten
 
 def _written_by_one(
     parts: Mapping[int, _LookedUp], *, bound: bool
-) -> tuple[dict[int, Tensor], Joined | Refusal | None]:
+) -> tuple[dict[int, Tensor], OneLaunch | Refusal | None]:
     """The same, and what was launched, found out anew: ``bound`` to what it is passed.
     None for that where later calls are to find it out, too: code for all sizes runs it, or it takes
     numbers that are on their way.
@@ -155,7 +155,7 @@ def _written_by_one(
         return {}, None
     if not results:
         return {}, APART
-    return results, None if found is None else Joined(tuple(order), found)
+    return results, None if found is None else OneLaunch(tuple(order), found)
 
 
 def _mean_the_same(parts: Mapping[int, _LookedUp]) -> bool:
@@ -168,7 +168,7 @@ def _mean_the_same(parts: Mapping[int, _LookedUp]) -> bool:
     return True
 
 
-def _launched(joined: Joined, parts: Mapping[int, _LookedUp]) -> dict[int, Tensor]:
+def _launched(joined: OneLaunch, parts: Mapping[int, _LookedUp]) -> dict[int, Tensor]:
     values: dict[str, Value] = {}
     results: dict[int, Tensor] = {}
     for number, k in enumerate(joined.order):
