@@ -259,7 +259,7 @@ def _run_anew(
     """As if there had been no call like it."""
     if text.startswith(KEPT_ROWS):
         return _run_kept_rows(text, tensors, sizes)
-    found = _FusedCall.of(text, tensors, sizes, target)
+    found = _OpCall.of(text, tensors, sizes, target)
     result = found.call.run(mode, found.values, target)
     if mode != "from":
         found.noted(target)
@@ -267,7 +267,7 @@ def _run_anew(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _FusedCall:
+class _OpCall:
     """A call of a fused op: what runs it, on which values of its statement."""
 
     text: str
@@ -279,7 +279,7 @@ class _FusedCall:
     @classmethod
     def of(
         cls, text: str, tensors: Sequence[Tensor], sizes: Sequence[int], target: Tensor | None
-    ) -> _FusedCall:
+    ) -> _OpCall:
         places, given = places_of(text), (*sizes,)
         values = _values(text, tensors, given)
         call = kinds_of(places.form).find(values, given[: places.count], target)
@@ -306,7 +306,7 @@ FusedArguments: TypeAlias = tuple[str, Sequence[Tensor], Sequence[int]]
 
 def run_at_once(ops: Sequence[FusedArguments]) -> list[Tensor]:
     """What ``insum::fused`` does for several over the same tensors, in one launch where it can."""
-    found = [_FusedCall.of(*one, None) for one in ops]
+    found = [_OpCall.of(*one, None) for one in ops]
     results = in_kernels.at_once([one.call for one in found], [one.values for one in found])
     every = []
     for one, result in zip(found, results):
