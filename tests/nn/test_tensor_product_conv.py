@@ -218,11 +218,11 @@ def watch_together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     original = one_launch._run
 
-    def watched(*given: Any) -> list[Tensor] | None:
-        results = original(*given)
-        if results is not None:
+    def watched(*given: Any, **how: Any) -> Any:
+        results, found = original(*given, **how)
+        if results:
             counts.append(len(results))
-        return results
+        return results, found
 
     monkeypatch.setattr(one_launch, "_run", watched)
     return counts

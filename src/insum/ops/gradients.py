@@ -216,21 +216,32 @@ def _of_shared_rows(
 ) -> dict[str, Tensor]:
     """Of the gradients that gather the same rows those that kernels give, in one where it can."""
     bound, given = list[BoundCall](), list[dict[str, Any]]()
+    names, alike, copies = list[str](), dict[object, str](), dict[str, str]()
     for name, (rule, one) in members.items():
+        source: Any = values[name]  # no view repeats it
+        same = one.alike, source.dtype, source.shape, call.dtypes.get(name)
+        first = alike.setdefault(same, name)
+        if first != name:
+            copies[name] = first
+            continue
         known = {**values, rule.upstream: upstream, rule.result: result}
         arguments: dict[str, Any] = {}
         for read in one.reads:
             arguments[read] = known[read]
         found = calls.get(one)
         if found is None:
-            source: Any = values[name]  # no view repeats it
             sizes = (*source.shape, *[call.extents[v] for v in one.variables])
             found = one.kinds.known(arguments, sizes) or one.kinds.find(arguments, sizes)
             calls[one] = found
+        names.append(name)
         bound.append(found)
         given.append(arguments)
     results = in_kernels.at_once(bound, given)
-    return {name: it for name, it in zip(members, results) if it is not None}
+    every = {name: it for name, it in zip(names, results) if it is not None}
+    for name, first in copies.items():
+        if first in every:
+            every[name] = every[first].clone()
+    return every
 
 
 def _sharing_rows(
