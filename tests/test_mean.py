@@ -203,3 +203,11 @@ def test_sizes_that_are_wrong_after_right_ones(sizes: dict[Any, Any]) -> None:
     insum.insum(statement, x=x, d=d, sizes={0: 7, "f": 3})
     with pytest.raises(insum.BindingError, match=r"mean="):
         insum.insum(statement, x=x, d=d, sizes=sizes)
+
+
+@pytest.mark.parametrize("count", [70_001, 1_000_003])
+def test_of_many_ones(count: int) -> None:
+    """A mean of ones is one: shares multiply the sum, not every point."""
+    d = torch.zeros(count, dtype=torch.long)
+    got = insum.insum("y[d[e]] mean= v[e]", d=d, v=torch.ones(count), sizes={0: 2})
+    assert_close(got, torch.tensor([1.0, 0.0]), rtol=1e-6, atol=0)

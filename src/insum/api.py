@@ -32,7 +32,15 @@ from insum.lang.parser import parse
 from insum.ops.autocast import lowered
 from insum.ops.eager import contract, run, run_lowered
 from insum.ops.inplace import add_in_place
-from insum.ops.mean import as_sum, is_mean, known_sum, sum_of, told_of
+from insum.ops.mean import (
+    as_sum,
+    is_mean,
+    known_sum,
+    mean_of,
+    mean_to_explain,
+    multiplies_results,
+    sum_of,
+)
 from insum.ops.traced import traced
 from insum.plan.config import Config
 from insum.plan.path import Optimize
@@ -158,6 +166,8 @@ def sum_onto(
         kinds, given = kinds_with(statement, out_shape, None, padded)
         total: Any = kinds, given, tensors
         if head_of_text(statement).operator == "mean=":
+            if multiplies_results(base.device):
+                return insum(statement, out_shape=out_shape, padded=padded, **tensors) + base
             total = as_sum(kinds, given, tensors)
         kinds, given, values = total
         kinds = kinds.accumulating or kinds.accumulate()
@@ -187,7 +197,7 @@ Insum = insum
 def _insum(kinds: Kinds, sizes: tuple[Any, ...], tensors: dict[str, Value]) -> Tensor:
     left = head(kinds.form.statement)
     if left.operator == "mean=":
-        return _insum(*as_sum(kinds, sizes, tensors))
+        return mean_of(kinds, sizes, tensors, _insum)
     in_place = left.operator != "=" and left.target in tensors
     request = kinds.form.request(sizes)
     if in_place and not isinstance(tensors[left.target], Tensor):
@@ -517,8 +527,8 @@ def explain_dense(
     request = request_of(statement, out_shape, sizes, padded, config, optimize)
     if not is_mean(statement):
         return explained(request, tensors, gpu)
-    told = explained(*sum_of(request, tensors, told=True), gpu)
-    return replace(told, statement=told_of(request))
+    total, given, words = mean_to_explain(request, tensors, on_gpu=bool(gpu))
+    return replace(explained(total, given, gpu), statement=words)
 
 
 # --- tuning ---------------------------------------------------------------------------------------

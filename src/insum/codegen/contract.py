@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from insum.codegen.frame import AFTER, Frame
 from insum.codegen.functions import identity, merged, reduced
 from insum.codegen.ir import (
@@ -17,7 +19,7 @@ from insum.codegen.ir import (
     where,
 )
 from insum.codegen.reads import NAN, Reads
-from insum.lang.expr import Access
+from insum.lang.expr import Access, Expr
 from insum.plan.copying import lies_along_sum
 
 #: What contributions are added up in.
@@ -102,14 +104,39 @@ class Contract:
         plan = self.plan
         alike = plan.reduce != "sum"
         factors = narrow_first(plan.factors) if alike else plan.factors
-        parts = [self.reads.evaluate(f, plan.accumulator) for f in factors]
-        value = combine(parts, "*", as_written=alike)
+        parts = [(f, self.reads.evaluate(f, plan.accumulator)) for f in factors]
+        parts, scales = self.scales_apart(parts)
+        value = combine([part for _, part in parts], "*", as_written=alike)
         axes = self.frame.tile_axes()
-        if plan.pointwise or not self.zero_where_absent():
+        if plan.pointwise or not self.zero_where_absent([f for f, _ in parts]):
             value = self.masked(value)
         if not self.frame.counters:
             return self.full(self.frame.define("value", value), tuple(a for a in axes if a != "K"))
-        return self.reduced(value, axes)
+        total = self.reduced(value, axes)
+        return self.scaled(total, scales) if scales else total
+
+    def scales_apart(
+        self, parts: list[tuple[Expr, Tile]]
+    ) -> tuple[list[tuple[Expr, Tile]], list[Tile]]:
+        """Factors that are the same in all steps of a sum multiply it once, and are rounded with it
+        once: many equal shares, as of a mean, would add up to something else. Where points may be
+        absent a sum may be of none, and zero whatever it is multiplied by.
+        """
+        apart = self.frame.counters and not self.frame.point_masks and self.plan.reduce == "sum"
+        if not apart or not self.plan.accumulator.startswith("float"):
+            return parts, []
+        summed = [one for one in parts if one[1].stage == 2 or "K" in one[1].axes]
+        if not summed:
+            return parts, []
+        return summed, [one[1] for one in parts if one not in summed]
+
+    def scaled(self, total: Tile, scales: list[Tile]) -> Tile:
+        """A sum times what multiplies all of it; that of a row without entries stays zero."""
+        value = combine([total, *scales], "*")
+        if self.plan.segment is not None:
+            start, end = self.frame.bounds
+            value = where(start < end, value, 0)
+        return self.frame.define("scaled", value, AFTER)
 
     def reduced(self, value: Tile, axes: TileAxes) -> Tile:
         """Sum in the loop; over K inside it where entries are gathered a few at a time, after it
@@ -151,15 +178,11 @@ class Contract:
         # full tile.
         return chain("+", self.frame.zeros(axes), value.over(axes))
 
-    def zero_where_absent(self) -> bool:
-        """Whether masked loads alone make every absent point zero: each factor is masked there, so
-        that none can be infinite.
+    def zero_where_absent(self, factors: Iterable[Expr]) -> bool:
+        """Whether masked loads alone make the product of these zero at every absent point: each
+        factor is masked there, so that none can be infinite.
         """
-        reads = [
-            f
-            for f in self.plan.factors
-            if isinstance(f, Access) and f.tensor not in self.plan.numbers
-        ]
+        reads = [f for f in factors if isinstance(f, Access) and f.tensor not in self.plan.numbers]
         spans = [set(self.frame.loaded[(f, False)].axes) for f in reads]
         depends = [self.reads.depends(f) for f in reads]
         tail = "K" not in self.frame.masks or bool(reads) and all("K" in s for s in spans)

@@ -53,7 +53,7 @@ class Output:
         value = total
         if plan.roles.dot and plan.roles.post:
             post = [self.reads.evaluate(plan.factors[f], plan.accumulator) for f in plan.roles.post]
-            value = self.frame.define("scaled", combine([total, *post], "*"))
+            value = self.contract.scaled(total, post)
         value = self.sum_unkept(value)
         if plan.onehot >= 0:
             return self.finish_onehot(value)

@@ -3,7 +3,8 @@
 How many points a place has follows from the indices alone. So a mean is one statement more than a
 sum, which counts them, and is remembered with the index tensors: ``y[d[e],f] mean= x[s[e],f]`` is
 ``count[d[e]] = 1`` once, and ``y[d[e],f] = x[s[e],f] * share[d[e]]`` with ``share = 1 / count`` at
-each call. Gradients of any order are those of that sum.
+each call. Kernels multiply the sum of a row by its share; where there are none, that is an
+operation on the result. Gradients of any order are those of that sum.
 """
 
 from __future__ import annotations
@@ -43,8 +44,11 @@ from insum.memory import remembered
 from insum.ops.eager import contract
 from insum.plan.uses import uses_of
 from insum.runtime.check import verify
+from insum.settings import settings
 
 HALVES = (torch.float16, torch.bfloat16)
+#: What these are added up in.
+WIDE = torch.float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,7 @@ class MeanStatements:
     """What a mean is made of.
 
     Attributes:
-        total: the sum, which reads the shares under the name ``share``.
+        total: the sum, which reads the shares under the name ``share``; ``bare``: without them.
         counting: how many points each place has, or '' where all have as many.
         kept: dimensions of the output by which the counts differ.
         times: variables of which each place has all values, besides.
@@ -61,6 +65,7 @@ class MeanStatements:
     """
 
     total: str
+    bare: str
     counting: str
     share: str
     kept: tuple[int, ...]
@@ -77,7 +82,8 @@ class MeanKind:
     Attributes:
         names: of the tensors; ``alike``: whether others are of this kind, and ``default`` the
             default dtype that it was found under.
-        total: the sum; ``counting``: the statement that counts, with the sizes that it is given.
+        total: the sum; ``bare``: without shares; ``counting``: the statement that counts, with the
+            sizes that it is given.
         measure: extents and the shape of the output; ``times`` and ``counted`` are the places of
             variables among the extents.
     """
@@ -87,6 +93,7 @@ class MeanKind:
     default: torch.dtype
     parts: MeanStatements
     total: Kinds
+    bare: Kinds
     counting: Form
     measure: Measure
     times: tuple[int, ...]
@@ -95,6 +102,8 @@ class MeanKind:
     device: torch.device
 
 
+#: Extents of variables, and the shape of the output.
+MeasuredSizes: TypeAlias = tuple[tuple[Size, ...], tuple[Size, ...]]
 #: The variables of a statement, and where each stands alone: dimensions of tensors, of the output
 #: under the name ''.
 VariablePlaces: TypeAlias = tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
@@ -122,10 +131,9 @@ def mean_plan(text: str, padded: str) -> MeanPlan:
     """
     parts = mean_statements(text, tuple(padded.split(",")) if padded else ())
     statement = parse(text)
-    total = str(Statement(statement.target, "=", _whole(statement)))
     values = tuple(a.tensor for a in accesses(statement.value, nested=False))
     return (
-        total,
+        parts.bare,
         parts.counting,
         parts.kept,
         tuple((v, _places(statement, v)) for v in parts.times),
@@ -192,6 +200,7 @@ def mean_statements(text: str, padded: tuple[str, ...] = ()) -> MeanStatements:
     indexing = {a.tensor for one in within for index in one.indices for a in accesses(index)}
     return MeanStatements(
         str(total),
+        str(Statement(target, "=", _whole(statement))),
         str(counting) if kept or marks else "",
         share,
         kept,
@@ -224,34 +233,72 @@ def _is_even(target: Access, dim: int, told: set[str]) -> bool:
     return name is not None and name not in told.union(*map(variables, others))
 
 
+def mean_of(
+    kinds: Kinds,
+    sizes: tuple[Size, ...],
+    tensors: Mapping[str, Value],
+    run: Callable[[Kinds, tuple[Size, ...], dict[str, Value]], Tensor],
+) -> Tensor:
+    """A mean, of a sum that is ``run``. What is wrong is said of the mean."""
+    mean, measured = _known_mean(kinds, sizes, tensors) or _bound_mean(kinds, sizes, tensors)
+    share = _share(mean, kinds, sizes, measured, tensors)
+    if not multiplies_results(mean.device):
+        return run(mean.total, sizes, {**tensors, mean.parts.share: share})
+    total = run(mean.bare, sizes, dict(tensors))
+    if isinstance(share, Tensor):
+        kept = mean.parts.kept
+        share = share.view([n if d in kept else 1 for d, n in enumerate(total.shape)])
+    return (total * share).to(mean.dtype)
+
+
+def multiplies_results(device: torch.device) -> bool:
+    """Whether shares multiply results, because no kernels do."""
+    now = settings.values
+    kernels = now.backend == "fused" or now.require_fused and now.backend != "inductor"
+    return device.type == "cpu" and not kernels
+
+
 def as_sum(
-    kinds: Kinds, sizes: tuple[Size, ...], tensors: Mapping[str, Value], *, told: bool = False
+    kinds: Kinds, sizes: tuple[Size, ...], tensors: Mapping[str, Value]
 ) -> tuple[Kinds, tuple[Size, ...], dict[str, Value]]:
-    """The sum that a mean is, and what it reads. What is wrong is said of the mean. ``told``:
-    nothing is counted, for the sum is only to be looked at.
-    """
-    found = None if told else known_sum(kinds, sizes, tensors)
-    if found is not None:
-        return found
+    """The sum that a mean is in kernels, and what it reads."""
+    mean, measured = _known_mean(kinds, sizes, tensors) or _bound_mean(kinds, sizes, tensors)
+    share = _share(mean, kinds, sizes, measured, tensors)
+    return mean.total, sizes, {**tensors, mean.parts.share: share}
+
+
+def _bound_mean(
+    kinds: Kinds, sizes: tuple[Size, ...], tensors: Mapping[str, Value]
+) -> tuple[MeanKind, MeasuredSizes]:
     problem = kinds.form.request(sizes).bind(tensors)
-    mean = _mean_kind(kinds, problem, tensors)
-    measured = tuple(problem.extents.values()), problem.shape
-    return mean.total, sizes, _with_share(mean, kinds, sizes, measured, tensors, told=told)
+    return _mean_kind(kinds, problem, tensors), (tuple(problem.extents.values()), problem.shape)
 
 
-def sum_of(
-    request: Request, tensors: Mapping[str, Value], *, told: bool = False
-) -> tuple[Request, dict[str, Value]]:
+def sum_of(request: Request, tensors: Mapping[str, Value]) -> tuple[Request, dict[str, Value]]:
     """The same of a request."""
-    kinds, sizes, given = as_sum(kinds_of(request.form), request.size_values, tensors, told=told)
+    kinds, sizes, given = as_sum(kinds_of(request.form), request.size_values, tensors)
     return kinds.form.request(sizes), given
 
 
 def known_sum(
     kinds: Kinds, sizes: tuple[Any, ...], tensors: Mapping[str, Value]
 ) -> tuple[Kinds, tuple[Any, ...], dict[str, Value]] | None:
-    """The same where a mean of such tensors was bound before: they are only measured. None where it
-    was not, or where binding has to say what is wrong.
+    """The sum that kernels compute a mean of such tensors as, where one was bound before; None
+    where it was not, or where binding has to say what is wrong.
+    """
+    found = _known_mean(kinds, sizes, tensors)
+    if found is None or multiplies_results(found[0].device):
+        return None
+    mean, measured = found
+    share = _share(mean, kinds, sizes, measured, tensors)
+    return mean.total, sizes, {**tensors, mean.parts.share: share}
+
+
+def _known_mean(
+    kinds: Kinds, sizes: tuple[Any, ...], tensors: Mapping[str, Value]
+) -> tuple[MeanKind, MeasuredSizes] | None:
+    """What a mean of such tensors is made of, where one was bound before: they are only measured.
+    None where it was not, or where binding has to say what is wrong.
     """
     if not kinds.means or not is_plain_call(tensors.values()):
         return None
@@ -265,9 +312,7 @@ def known_sum(
     for mean in kinds.means:
         if mean.names == names and mean.default is default and mean.alike(*tensors.values()):
             found = mean.measure(tensors, sizes)
-            if found is None:
-                return None
-            return mean.total, sizes, _with_share(mean, kinds, sizes, found, tensors, told=False)
+            return None if found is None else (mean, found)
     return None
 
 
@@ -285,6 +330,8 @@ def _mean_kind(kinds: Kinds, problem: Problem, tensors: Mapping[str, Value]) -> 
         torch.get_default_dtype(),
         parts,
         kinds_of(replace(form, statement=parts.total, dtype=dtype)),
+        # rounded once, behind the shares
+        kinds_of(replace(form, statement=parts.bare, dtype=WIDE if dtype in HALVES else dtype)),
         # in float64, for float32 cannot count beyond 2 ** 24
         Form(parts.counting, keys, parts.padded, torch.float64, None, form.wraps),
         measure_of(problem, form.size_keys),
@@ -303,48 +350,55 @@ def _unsized(names: tuple[str, ...]) -> SizeKeys:
     return tuple((name, None) for name in names)
 
 
-def _with_share(
+def _share(
     mean: MeanKind,
     kinds: Kinds,
     sizes: tuple[Size, ...],
-    measured: tuple[tuple[Size, ...], tuple[Size, ...]],
+    measured: MeasuredSizes,
     tensors: Mapping[str, Value],
     *,
-    told: bool,
-) -> dict[str, Value]:
-    """What the sum reads: the tensors, and of its sum what each point counts for."""
+    told: bool = False,
+) -> Value:
+    """Of its sum what each point counts for. ``told``: a tensor like it."""
     parts, (extents, shape) = mean.parts, measured
     each, counted = 1, []
     for place in mean.times:
         each *= extents[place]  # type: ignore[assignment]
     for dim in parts.kept:
         counted.append(shape[dim])
-    share: Value
     if not parts.counting:
-        share = 1 / max(each, 1)
-    elif told:
-        share = torch.empty(counted, dtype=share_dtype(mean.dtype), device=mean.device)
-    else:
-        for place in mean.counted:
-            counted.append(extents[place])
-        share = _shares(mean, kinds, sizes, tuple(counted), each, tensors)
-    return {**tensors, parts.share: share}
+        return 1 / max(each, 1)
+    if told:
+        return torch.empty(counted, dtype=share_dtype(mean.dtype), device=mean.device)
+    for place in mean.counted:
+        counted.append(extents[place])
+    return _shares(mean, kinds, sizes, tuple(counted), each, tensors)
 
 
-def told_of(request: Request) -> str:
-    """A mean and what it is made of, in words.
-
-    >>> print(told_of(Request("y[d[e]] mean= x[e]")))
-    y[d[e]] mean= x[e]
-    as y[d[e]] = x[e] * share[d[e]], where share is 1 over count[d[e]] = 1
+def mean_to_explain(
+    request: Request, tensors: Mapping[str, Value], *, on_gpu: bool
+) -> tuple[Request, dict[str, Value], str]:
+    """The sum that a mean is, here or ``on_gpu``, what it reads, and in words what it is made of.
+    Nothing is counted.
     """
-    parts = mean_statements(request.statement, request.padded)
+    kinds, sizes = kinds_of(request.form), request.size_values
+    mean, measured = _bound_mean(kinds, sizes, tensors)
+    if not on_gpu and multiplies_results(mean.device):
+        bare = mean.bare.form.request(sizes)
+        return bare, dict(tensors), _in_words(request, mean.parts, "times share")
+    share = _share(mean, kinds, sizes, measured, tensors, told=True)
+    given = {**tensors, mean.parts.share: share}
+    return mean.total.form.request(sizes), given, _in_words(request, mean.parts, "")
+
+
+def _in_words(request: Request, parts: MeanStatements, behind: str) -> str:
     counts = [
         *([parts.counting] if parts.counting else []),
         *(f"the size of {v}" for v in parts.times),
     ]
     over = ", times ".join(counts) or "1"
-    return f"{parse(request.statement)}\nas {parts.total}, where {parts.share} is 1 over {over}"
+    made = f"{parts.bare}, {behind}" if behind else parts.total
+    return f"{parse(request.statement)}\nas {made}, where {parts.share} is 1 over {over}"
 
 
 def _shares(
