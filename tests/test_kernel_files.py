@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 import insum
-from insum.codegen.kernel import Kernel
+from insum.codegen.kernel import LONGEST_NAME, Kernel
 from insum.runtime import cache, compiling, disk, launch
 
 KERNEL = Kernel("insum_kernel", "@triton.jit\ndef insum_kernel(x_ptr):\n    return\n", ("x_ptr",))
@@ -251,3 +252,24 @@ def test_clearing_leaves_nothing(folder: Path) -> None:
     assert cache.clear(kernels=False) == 1 and path_of().exists()
     assert cache.clear() == 7
     assert [path for path in folder.rglob("*") if path.is_file()] == []
+
+
+def test_names_tell_kernels_apart() -> None:
+    """As profilers show them: by operators, products of one statement, strategies, and, where a
+    statement is longer than a name, by a digest.
+    """
+    x, d = torch.randn(4, 4), torch.tensor([0, 1, 1, 3])
+    texts = [f"z[i,j] = x[i,j] {sign} y[i,j]" for sign in ("+", "-", "*", "/", "<", "<=", "==")]
+    texts += [f"z[i,j] = {'tanh(x[i,j]) * ' * 12}y[i,j] * {end}[i,j]" for end in "xy"]
+    texts.append("z[i,j] = x[i,k] * y[k,j] + x[i,j]")
+    pages = [insum.explain(text, x=x, y=x, gpu="sm_90").fused for text in texts]
+    names = [re.findall(r"def (insum_z\w+)", page or "") for page in pages]
+    every = [name for found in names for name in found]
+    assert len(names[-1]) == 2 and len({*every}) == len(every) == len(texts) + 1
+    assert max(map(len, every)) <= LONGEST_NAME
+    own = []
+    for wished in ("segment", "atomic"):
+        with insum.settings(scatter=wished):
+            page = insum.explain("z[d[e],j] = x[e,j]", x=x, d=d, sizes={0: 4}, gpu="sm_90").fused
+        own.append(re.findall(r"def (insum_z\w+)", page or "")[0])
+    assert own == ["insum_z_d_e_j__x_e_j__segment", "insum_z_d_e_j__x_e_j__atomic"]

@@ -43,9 +43,7 @@ def rows_at_once(row: int) -> int:
 
 def emit_fitting(plan: Plan, fit: Fit, units: dict[str, int]) -> Kernel:
     """Copies a factor; ``units``: in which extents are passed."""
-    return _FitWriter(plan, fit, units).kernel(
-        kernel_name(plan.statement, f"copies_{fit.tensor}"[:20])
-    )
+    return _FitWriter(plan, fit, units).kernel(kernel_name(plan, f"copies_{fit.tensor}"[:20]))
 
 
 #: Rows and columns of the tile that is copied, and what says which of them are to be.
@@ -144,7 +142,7 @@ def _copied(
 
 def emit_aligning(plan: Plan, alignment: Alignment, units: dict[str, int]) -> Kernel:
     """Copies a factor; ``units``: in which extents are passed."""
-    name = kernel_name(plan.statement, f"copies_{alignment.tensor}"[:20])
+    name = kernel_name(plan, f"copies_{alignment.tensor}"[:20])
     tensor, unit = alignment.tensor, units.get(alignment.var, 1)
     extent = ExtentArgument(alignment.var, unit)
     steps = [-step for step in dict(plan.strides)[tensor].units[:-1]]

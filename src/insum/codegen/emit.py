@@ -50,7 +50,7 @@ def emit(
     """Source text of the kernel for a plan: readable, with the block shape of every tile beside its
     line. ``suffix`` tells it from others of the same statement.
     """
-    name = kernel_name(plan.statement, suffix)
+    name = kernel_name(plan, suffix)
     return Emitter(Frame(plan, config, shape, prefetch, lazy)).kernel(name)
 
 
@@ -64,12 +64,12 @@ def emit_joined(first: Written, second: Written, own: Mapping[str, Argument]) ->
     its tasks begin with 0.
     """
     plan, config, shape = second
-    name, outer = kernel_name(plan.statement), Emitter(Frame(plan, config, shape))
+    name, outer = kernel_name(plan), Emitter(Frame(plan, config, shape))
     outer.leave_if_flagged()
     arguments, texts, calls = dict(outer.frame.arguments), [], []
     for suffix, (plan, config, shape), others in (("first", first, own), ("second", second, {})):
         frame = Frame(replace(plan, leaves=False), config, replace(shape, part=True), False)
-        part = kernel_name(plan.statement, suffix)
+        part = kernel_name(plan, suffix)
         texts += Emitter(frame).function(part)
         passed = {n: others.get(n, one) for n, one in frame.arguments.items()}
         values = ["0" if others and n == "task_first" else passed[n].name for n in passed]

@@ -5,6 +5,7 @@ plan and config.
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -12,9 +13,12 @@ from insum.codegen.arguments import Argument, annotation
 from insum.codegen.functions import prelude
 from insum.codegen.ir import KernelLine
 from insum.codegen.printing import lines_of
+from insum.lang.expand import expand
+from insum.lang.parser import parse
+from insum.plan.plan import Plan
 
 #: Characters of a kernel's name, so that files and profilers can show it.
-LONGEST_NAME = 72
+LONGEST_NAME = 96
 #: Characters of a line of arguments.
 LONGEST_LINE = 90
 
@@ -50,18 +54,38 @@ class Kernel:
     arguments: tuple[Argument, ...]
 
 
-def kernel_name(statement: str, suffix: str = "") -> str:
-    """What profilers and error messages show of a kernel: its statement, in letters. Two
-    underscores, which are always there, keep it apart from functions that kernels call.
+#: How operators are spelled in names; products and assignments are not.
+_WORDS = {"+": "plus", "-": "minus", "/": "over", "**": "to_the", "<": "lt", ">": "gt"}
+_WORDS |= {"<=": "le", ">=": "ge", "==": "eq", "!=": "ne"}
 
-    >>> kernel_name("C[AM[p],n] += AV[p] * B[AK[p],n]")
-    'insum_C_AM_p_n__AV_p__B_AK_p_n'
-    >>> kernel_name("y[r[e]] max= x[c[e]] - 1", "pieces")
-    'insum_y_r_e_max__x_c_e__1__pieces'
+
+def kernel_name(plan: Plan, suffix: str = "") -> str:
+    """What profilers and error messages show of a kernel: its statement, or the product of it that
+    this is, and the strategy, in letters. ``suffix`` tells it from others of the same plan.
     """
-    parts = [re.sub(r"\W+", "_", part).strip("_") for part in re.split(r"[-+*/=<>]+", statement)]
-    name = "__".join(parts)[: LONGEST_NAME - len("insum___") - len(suffix)].rstrip("_")
-    return "__".join([f"insum_{name}", suffix] if suffix else [f"insum_{name}"])
+    left, sign, _ = plan.statement.partition("=")
+    several = len(expand(parse(plan.statement))) > 1
+    text = f"{left}{sign} {plan.value}" if several else plan.statement
+    return spelled(text, plan.strategy, *([suffix] if suffix else []))
+
+
+def spelled(statement: str, *suffixes: str) -> str:
+    """A statement in letters. Two underscores, which are always there, keep it apart from functions
+    that kernels call; a digest tells long ones apart.
+
+    >>> spelled("C[AM[p],n] += AV[p] * B[AK[p],n]", "atomic")
+    'insum_C_AM_p_n__AV_p__B_AK_p_n__atomic'
+    >>> spelled("y[r[e]] max= x[c[e]] - 1", "segment", "pieces")
+    'insum_y_r_e_max__x_c_e_minus_1__segment__pieces'
+    """
+    text = re.sub(r"[-+]?=(?!=)", "__", re.sub(r"(?<=\w)\s+(?=max|min)", "_", statement), count=1)
+    text = re.sub(r"\*\*|[<>=!]=|[-+/<>]", lambda found: f" {_WORDS[found[0]]} ", text)
+    parts = [re.sub(r"\W+", "_", part).strip("_") for part in re.split(r"\*|__", text)]
+    name, room = "__".join(parts), LONGEST_NAME - sum(len(one) + 2 for one in ("insum", *suffixes))
+    if len(name) > room:
+        digest = f"_{zlib.crc32(statement.encode()):08x}"
+        name = name[: room - len(digest)].rstrip("_") + digest
+    return "__".join([f"insum_{name}", *suffixes])
 
 
 def kernel_of(

@@ -65,7 +65,7 @@ def emit_unrolled(plan: Plan, config: Config, shape: Shape) -> Kernel:
         for u in UNROLL
         if u == 1 or not roles.loops or multiple % u == 0 and u * points <= MOST_LINES
     )
-    return _Unrolled(Frame(plan, config, shape)).unrolled(kernel_name(plan.statement), unroll)
+    return _Unrolled(Frame(plan, config, shape)).unrolled(kernel_name(plan), unroll)
 
 
 def parts(plan: Plan) -> list[Plan]:
