@@ -314,6 +314,21 @@ def test_matrices_of_entries(name: str, target: str) -> None:
         assert one.launch.plan.strategy == "atomic" and loads(one)["W"] == {16}
 
 
+@pytest.mark.parametrize("target", compiling.TARGETS)
+def test_left_sides_of_several_indices(target: str) -> None:
+    """Rows that know where they lie."""
+    values = {
+        "x": torch.empty(5000, 48, dtype=torch.float16),
+        "d": torch.randint(0, 100, (5000,)),
+        "c": torch.randint(0, 30, (5000,)),
+    }
+    problem = bound("y[d[e],c[e],f] = x[e,f]", values, {"y": (100, 30, 48)})
+    every = launches(inspection.elsewhere(problem, values, architecture=target))
+    assert {one.launch.plan.strategy for one in every} == {"segment"}
+    for one in every:
+        assert spilled(compile_one(one, target)) <= 2 * MOST_SPILLED, one.launch.config
+
+
 #: Statements over narrow gathered rows.
 NARROW = {
     "convolution": ("o[x,m] = f[t[z,x],c] * w[z,c,m]", {"f": (5000, 16), "w": (27, 16, 32)}, 0),

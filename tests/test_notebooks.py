@@ -63,7 +63,7 @@ def test_profilers_show_statements() -> None:
     names = [e.name for e in profile.events() if e.name.startswith("insum: ")]
     assert names == ["insum: y[i] = A[i,j] * x[j]", "insum: dx[j] += dy[i] * A[i,j]"]
     page = str(insum.explain("y[i] = A[i,j] * x[j]", A=X, x=X[0], gpu="sm_90"))
-    assert "def insum_y_i__A_i_j__x_j(" in page
+    assert "def insum_y_i__A_i_j__x_j__store(" in page
 
 
 def test_gpus_that_are_none() -> None:

@@ -351,7 +351,7 @@ def test_a_reduction_over_new_tensors(statement: str) -> None:
     for size in range(WARM):
         reduced(900 + size)
     calls = python_calls(lambda: reduced(999), str(Path(insum.__file__).parent))
-    assert calls.total() <= (107 if "mean" in statement else 43), calls
+    assert calls.total() <= (110 if "mean" in statement else 43), calls
     assert not calls["in_order"], "nothing is sorted"
 
 
@@ -463,7 +463,7 @@ LAYERS: dict[str, tuple[Any, Any, int]] = {
     "GCNConv": (lambda: GCNConv(16, 16), lambda: (NODES, EDGES), 25),
     "GraphConv": (lambda: GraphConv(16, 16), lambda: (NODES, EDGES), 29),
     "weights": (lambda: GraphConv(16, 16), lambda: (NODES, EDGES, EDGE_WEIGHTS), 31),
-    "SAGEConv": (lambda: SAGEConv(16, 16), lambda: (NODES, EDGES), 39),
+    "SAGEConv": (lambda: SAGEConv(16, 16), lambda: (NODES, EDGES), 42),
     "a sum": (lambda: SAGEConv(16, 16, aggr="sum"), lambda: (NODES, EDGES), 29),
     "narrower sums": (lambda: SAGEConv(16, 8, aggr="sum"), lambda: (NODES, EDGES), 30),
     "five statements": (lambda: GATConv(16, 4, 4), lambda: (NODES, EDGES), 89),
@@ -655,7 +655,7 @@ def test_a_step_with_forces_on_new_edges(unwritten: None) -> None:
     assert calls["run_together"] == 8 and calls["_run"] == 7, calls
     assert not calls["_product"] and not calls["_passed_to"], "nothing is derived or bound"
     # edges are looked at in two launches, instead of forty torch operations
-    assert calls.total() <= 1355, calls.total()
+    assert calls.total() <= 1361, calls.total()
 
 
 def test_statements_of_one_launch_on_new_tensors(unwritten: None) -> None:

@@ -130,8 +130,8 @@ class BoundCall:
         )
         #: The same for results that are accumulated from a tensor.
         self.based: FusedCall | None = None
-        #: By mode.
-        self.graphs: dict[str, on_graph.SizedGraph] = {}
+        #: By mode, and whether with operations of a CPU's own.
+        self.graphs: dict[tuple[str, bool], on_graph.SizedGraph] = {}
         #: How a CPU runs this call, by whether the result is new or accumulated.
         self.lowerings: dict[bool, Lowering | None] = {}
         #: The index tensors that a CPU has found in range last, by the numbers of their entries.
@@ -239,14 +239,16 @@ class BoundCall:
             if self.prepared.kernels_look:
                 # torch's own kernels would end the process' use of the device
                 self.look_now(values)
-        elif self.prepared.on_host:
-            result = on_host.run(self, mode, values, target) if is_undisturbed() else None
+        undisturbed = self.prepared.on_host and is_undisturbed()
+        if undisturbed:
+            result = on_host.run(self, mode, values, target)
             if result is not None:
                 return result
+        if self.prepared.on_host:
             self.look_now(values)
         if self.prepared.form.wraps:
             values = self.wrapped(values)
-        return on_graph.run(self, mode, values, self.whole(target))
+        return on_graph.run(self, mode, values, self.whole(target), undisturbed)
 
     def started_from(self) -> FusedCall:
         """The generated kernels of a new result that is accumulated from a tensor."""

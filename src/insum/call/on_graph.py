@@ -26,28 +26,41 @@ class SizedGraph:
     late: tuple[str, ...]
 
 
-def run(call: BoundCall, mode: str, values: Mapping[str, Value], target: Tensor | None) -> Tensor:
-    """The result of the graph; see `BoundCall.run`."""
-    graph = call.graphs.get(mode) or _lowered(call, mode, values)
+def run(
+    call: BoundCall,
+    mode: str,
+    values: Mapping[str, Value],
+    target: Tensor | None,
+    on_host: bool = False,
+) -> Tensor:
+    """The result of the graph; see `BoundCall.run`. ``on_host``: with the operations that a CPU has
+    of its own; nobody looks on.
+    """
+    graph = call.graphs.get((mode, on_host)) or _lowered(call, mode, values, on_host)
     inputs = [values[name] for name in graph.inputs]
     if target is None:
         return graph.forward(*inputs, *graph.sizes)
     shared = graph.late and shares_memory(target, map(values.get, graph.late))
     if mode == "into" and (shared or _must_copy(call, target)):
-        return target.copy_(run(call, "from", values, target))
+        return target.copy_(run(call, "from", values, target, on_host))
     return graph.forward(target, *inputs, *graph.sizes)
 
 
-def _lowered(call: BoundCall, mode: str, values: Mapping[str, Value]) -> SizedGraph:
+def _lowered(call: BoundCall, mode: str, values: Mapping[str, Value], on_host: bool) -> SizedGraph:
     problem = call.problem(values)
-    lowered = lower(problem, mode)
+    if on_host:
+        from insum.host.operations import lower_on_host  # which GPUs need not import
+
+        lowered = lower_on_host(problem, mode)
+    else:
+        lowered = lower(problem, mode)
     forward: Callable[..., Tensor] = lowered.module.forward
     if call.prepared.settings.backend == "inductor":
         from insum.graph.inductor import forward_of  # which loads a good deal of torch
 
         forward = forward_of(lowered, problem)
     sizes = lowered.size_arguments(problem)
-    found = call.graphs[mode] = SizedGraph(forward, lowered.inputs, sizes, lowered.late)
+    found = call.graphs[mode, on_host] = SizedGraph(forward, lowered.inputs, sizes, lowered.late)
     return found
 
 

@@ -42,7 +42,7 @@ class Aggregated:
     sums: str
     dtype: torch.dtype
     otherwise: Lowering
-    name, slowness = "aggregated", 2
+    name, slowness = "aggregated", 1
     why = "points that meet the same row of a factor are summed before they are multiplied by it"
 
     def __call__(self, call: HostCall) -> Tensor:

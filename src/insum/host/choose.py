@@ -29,6 +29,7 @@ from insum.host.rows import rows_of
 from insum.host.runs import runs_of
 from insum.host.scaled import scaled_of
 from insum.host.slices import slices_of
+from insum.host.terms import terms_of
 from insum.lang.bind import Problem
 
 #: Measured. Fewer points than this are done before anything is looked up; fewer than this before
@@ -98,7 +99,7 @@ def choose(problem: Problem, *, new: bool = True) -> Lowering | None:
         return windows
     roles = roles_of(problem)
     if roles is None:
-        return by_row_of(problem)  # sums of several products
+        return terms_of(problem, _as_matrices) or by_row_of(problem)  # sums of several products
     return patterns_of(problem, _whole, lambda: _plainly(problem)) or _without_pattern(problem)
 
 
@@ -108,21 +109,26 @@ def _plainly(problem: Problem) -> Lowering:
 
 def _without_pattern(problem: Problem) -> Lowering | None:
     """Of several statements each is run as suits it."""
+    return _as_matrices(problem) or _in_parts(problem)
+
+
+def _as_matrices(problem: Problem) -> Lowering | None:
+    """As products of matrices, where that is a way."""
+    roles = roles_of(problem)
+    if roles is None:
+        return None
     found = scaled_of(problem, _plainly) or aggregated_of(
         problem, _plainly, lambda: _in_one(problem)
     )
-    if found is not None:
-        return found
-    roles = roles_of(problem)
-    return _first(roles) if roles is not None else _in_parts(problem)
+    return found or _by_rules(roles)
 
 
 def _in_one(problem: Problem) -> Lowering:
     roles = roles_of(problem)
-    return (roles and _first(roles)) or _whole(problem)
+    return (roles and _by_rules(roles)) or _whole(problem)
 
 
-def _first(roles: HostRoles) -> Lowering | None:
+def _by_rules(roles: HostRoles) -> Lowering | None:
     """Sums of rows, scalar products, runs of a matrix and blocks are products of matrices; anything
     else is summed by row, or done a part at a time.
     """
@@ -133,12 +139,8 @@ def _first(roles: HostRoles) -> Lowering | None:
         block_rows_of,
         blocks_of,
     )
-    if _is_sparse(roles):
-        for rule in rules:
-            found = rule(roles)
-            if found is not None:
-                return found
-    return _in_parts(roles.problem)
+    found = (rule(roles) for rule in rules if _is_sparse(roles))
+    return next((one for one in found if one is not None), None)
 
 
 def _in_parts(problem: Problem) -> Lowering | None:

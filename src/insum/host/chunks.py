@@ -68,7 +68,8 @@ def _shortened(problem: Problem, var: str, length: int, into: Tensor) -> Problem
 
 
 def chunks_of(problem: Problem) -> Chunks | None:
-    if len(live_terms(problem)) != 1:
+    terms = live_terms(problem)
+    if len(terms) != 1 or _is_dense(problem) and _is_selection(terms[0]):
         return None
     extents = {v: int(n) for v, n in problem.extents.items()}
     largest, wide = _largest(problem), meeting_dtype(problem)
@@ -84,6 +85,11 @@ def chunks_of(problem: Problem) -> Chunks | None:
             graph = lower_on_host(replace(problem, dtype=wide), mode)
             return Chunks(problem, graph, var, step, dims, along)
     return None
+
+
+def _is_selection(term: ProductTerm) -> bool:
+    """Whether a tensor is read and nothing else is done: there is nothing on the way."""
+    return len(term.factors) == 1 and isinstance(term.factors[0], Access)
 
 
 def most_at_once(problem: Problem) -> int:

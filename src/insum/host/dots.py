@@ -11,10 +11,14 @@ import torch
 from torch import Tensor
 
 from insum.host.arguments import HostCall
-from insum.host.parts import Finish, finish_of
+from insum.host.parts import Finish, extent_of, finish_of
 from insum.host.places import RowSegments, is_sorted, places_of, segments
-from insum.host.roles import HostRoles, are_dense, as_tensor, cast
+from insum.host.roles import HostRoles, Side, are_dense, as_tensor, cast
 from insum.host.rows import csr
+from insum.lang.expr import variables
+
+#: Points of a row that is picked from which on it is worth laying these side by side, measured.
+MANY_PAIRS = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,9 +91,17 @@ class Dots:
         return _Pairs(entries, first, None if entries.take is None else entries.take.long())
 
 
+def _picked(roles: HostRoles, side: Side) -> int:
+    """How many rows of it are picked."""
+    indices = [side.access.indices[d] for d in side.rows]
+    return extent_of(roles.problem, {v for index in indices for v in variables(index)})
+
+
 def dots_of(roles: HostRoles) -> Dots | None:
     if len(roles.wide) != 2 or set(roles.shared) != {(0, 1)}:
         return None
     if are_dense(roles.wide) or roles.width((0, 1)) == 1:
         return None  # a product of matrices, or one of two numbers for each point
+    if all(MANY_PAIRS * _picked(roles, side) <= roles.count for side in roles.wide):
+        return None  # rows that are picked, and then meet each other: products of matrices
     return Dots(roles, finish_of(roles), ("dots", *roles.key), roles.sizes)

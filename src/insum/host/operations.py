@@ -1,6 +1,7 @@
 """Operations of graphs that a CPU does better in another way than torch's own: rows that several
-index tensors choose, and products of many small matrices, for which torch, where it has no library
-for them, calls BLAS for one after the other, through views that take longer than the product.
+index tensors choose, to be read or added to, and products of many small matrices, for which torch,
+where it has no library for them, calls BLAS for one after the other, through views that take longer
+than the product.
 """
 
 from __future__ import annotations
@@ -51,6 +52,9 @@ def _operation(node: Node, library: bool) -> Callable[..., Tensor] | None:
     if node.target is operator.getitem and isinstance(node.args[1], tuple):
         is_rows = len(node.args[1]) > 1 and all(isinstance(i, Node) for i in node.args[1])
         return rows_at if is_rows else None
+    if node.op == "call_method" and node.target in ("index_put_", "index_add_"):
+        node.op = "call_function"
+        return add_at if node.target == "index_put_" else add_rows
     return None
 
 
@@ -65,15 +69,53 @@ def rows_at(tensor: Tensor, indices: tuple[Tensor, ...]) -> Tensor:
     >>> rows_at(x, (torch.tensor([[1], [0]]), torch.tensor([0, 2]))).tolist()
     [[[6, 7], [10, 11]], [[0, 1], [4, 5]]]
     """
+    at = _as_one(tensor, indices)
+    if at is None:
+        return tensor[indices]
+    rows = tensor.flatten(0, len(indices) - 1).index_select(0, at.reshape(-1))
+    return rows.view(*at.shape, *rows.shape[1:])
+
+
+def add_at(
+    tensor: Tensor, indices: tuple[Tensor, ...], values: Tensor, *, accumulate: bool
+) -> Tensor:
+    """``tensor.index_put_`` of several index tensors in range: rows, or numbers, that are added one
+    by one, where they lie in memory as those of a matrix do.
+
+    >>> at = torch.tensor([[1], [0]]), torch.tensor([0, 2])
+    >>> add_at(torch.zeros(2, 3), at, torch.ones(2, 2), accumulate=True).tolist()
+    [[1.0, 0.0, 1.0], [1.0, 0.0, 1.0]]
+    """
+    at = _as_one(tensor, indices) if accumulate and tensor.dtype in _FLOATS else None
+    if at is None:
+        return tensor.index_put_(indices, values, accumulate=accumulate)
+    rows = tensor.flatten(0, len(indices) - 1)
+    values = values.expand(*at.shape, *rows.shape[1:])
+    add_rows(rows, 0, at.reshape(-1), values.reshape(-1, *rows.shape[1:]))
+    return tensor
+
+
+def add_rows(tensor: Tensor, dim: int, rows: Tensor, values: Tensor) -> Tensor:
+    """``tensor.index_add_``, of single numbers in half of its time.
+
+    >>> add_rows(torch.zeros(2), 0, torch.tensor([1, 1]), torch.ones(2))
+    tensor([0., 2.])
+    """
+    if tensor.dim() == 1 and tensor.dtype in _FLOATS:
+        return tensor.scatter_add_(0, rows, values)
+    return tensor.index_add_(dim, rows, values)
+
+
+def _as_one(tensor: Tensor, indices: tuple[Tensor, ...]) -> Tensor | None:
+    """Index tensors as one, of these dimensions flattened; None where that would be no view."""
     sizes, strides = tensor.shape, tensor.stride()
     for k in range(1, len(indices)):
         if strides[k - 1] != strides[k] * sizes[k]:
-            return tensor[indices]
+            return None
     at = indices[0].long()
     for size, index in zip(sizes[1:], indices[1:]):
         at = at * size + index
-    rows = tensor.flatten(0, len(indices) - 1).index_select(0, at.reshape(-1))
-    return rows.view(*at.shape, *rows.shape[1:])
+    return at
 
 
 # --- products -------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from insum.host.pattern_axes import (
     left_axes,
     pattern_of,
 )
-from insum.host.places import Lowering, grid_of, on_grid
+from insum.host.places import Lowering, on_grid
 from insum.lang.bind import Problem
 from insum.lang.expand import ProductTerm
 from insum.lang.expr import (
@@ -42,10 +42,13 @@ from insum.lang.expr import (
     tensors_of,
     variables,
 )
+from insum.runtime.points import variable_grid
 
-#: Elements of the dense tensor, and by how much more it may take where the other way gathers: its
-#: products are of small matrices.
-MOST_ELEMENTS, GATHERING = 1 << 20, 8
+#: Elements of the dense tensor.
+MOST_ELEMENTS = 1 << 20
+#: Measured, in multiplications of the dense statement: what a number that is gathered or scattered
+#: takes beside one that is written, and looking for the dense tensor and for what is not finite.
+GATHERING, STARTING = 3, 1 << 21
 #: How many times fewer pairs of places there must be than two axes have for one axis to be better.
 WORTH_JOINING = 1.5
 #: Dense statements that are kept for one statement: patterns of other values may need others.
@@ -177,7 +180,7 @@ class Patterns:
     def made(self, call: HostCall) -> _PatternPlaces:
         problem, pattern, values = self.problem, self.pattern, call.indices()
         sizes = [int(problem.extents[v]) for v in pattern.vars]
-        grid = grid_of(pattern.vars, tuple(sizes))
+        grid = variable_grid(pattern.vars, tuple(sizes))
         present = torch.ones(sizes, dtype=torch.bool)
         places: dict[str, Tensor] = {}
         for (index, _), axis in pattern.axes.items():
@@ -275,19 +278,12 @@ def _ones(rows: Tensor, count: int, columns: Tensor, width: int, dtype: torch.dt
 
 def _steps(problem: Problem) -> int:
     """What a product takes: the best order, and what is gathered for it."""
-    return _multiplied(problem) + _gathered(problem)
-
-
-def _multiplied(problem: Problem) -> int:
     (term,) = problem.terms
     factors = [variables(f) for f in term.factors]
-    return cheapest(factors, variables(problem.statement.target), problem.extents).steps
-
-
-def _gathered(problem: Problem) -> int:
-    (term,) = problem.terms
+    order = cheapest(factors, variables(problem.statement.target), problem.extents)
     found = [f for f in (problem.statement.target, *term.factors) if index_expressions((f,))]
-    return WRITING * sum(extent_of(problem, variables(f)) for f in found)
+    gathered = sum(extent_of(problem, variables(f)) for f in found)
+    return order.steps + GATHERING * WRITING * gathered
 
 
 def _moved(problem: Problem, factors: Iterable[Expr], made: tuple[str, ...] = ()) -> int:
@@ -297,13 +293,9 @@ def _moved(problem: Problem, factors: Iterable[Expr], made: tuple[str, ...] = ()
 
 
 def _most_steps(problem: Problem, term: ProductTerm, otherwise: Lowering) -> int:
-    """What the dense statement may take, so that it is not slower than the other way: a graph that
-    hardly gathers is a dense product itself, and makes nothing first.
-    """
-    points, multiplied = extent_of(problem, term.variables), _multiplied(problem)
-    if not otherwise.slowness and GATHERING * _gathered(problem) < multiplied:
-        return multiplied - 1
-    return otherwise.slowness * points or GATHERING * _steps(problem)
+    """What the dense statement may take, so that it is not slower than the other way."""
+    points = extent_of(problem, term.variables)
+    return (otherwise.slowness * points or _steps(problem)) - STARTING
 
 
 def _least_steps(problem: Problem, term: ProductTerm, pattern: DensePattern) -> int:
@@ -327,7 +319,7 @@ def patterns_of(
     """``choose`` says how the dense statement is run, ``otherwise`` how this one is without."""
     (term,) = live_terms(problem)
     pattern = pattern_of(problem, term)
-    if pattern is None:
+    if pattern is None or _sums_nothing(problem, pattern):
         return None
     other = otherwise()
     if _least_steps(problem, term, pattern) > _most_steps(problem, term, other):
@@ -348,6 +340,11 @@ def patterns_of(
         # which factors are the pattern's, and so its axes, is decided by sizes
         ("pattern", f"{problem.statement} {pattern.factors} {axes}", meeting_dtype(problem)),
     )
+
+
+def _sums_nothing(problem: Problem, pattern: DensePattern) -> bool:
+    """Whether each point of a pattern is a place of the left side: it only says what is read."""
+    return {*pattern.vars} <= {index.var for index in problem.statement.target.indices}
 
 
 def _coefficients(problem: Problem, pattern: DensePattern) -> SubProblem | None:

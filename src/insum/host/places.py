@@ -20,7 +20,7 @@ from insum.host.arguments import HostCall
 from insum.host.roles import HostRoles, Side, plain_variables
 from insum.lang.bind import Problem, Value
 from insum.lang.expr import Access, Affine, accesses
-from insum.runtime.check import evaluated
+from insum.runtime.points import evaluated, variable_grid
 
 T = TypeVar("T")
 #: Numbers below this are kept as int32.
@@ -61,7 +61,7 @@ class PointRows:
 
 
 def places_of(roles: HostRoles, call: HostCall) -> PointRows:
-    grid = grid_of(roles.points, roles.sizes)
+    grid = variable_grid(roles.points, roles.sizes)
     values = call.indices()
     present = _present(roles, values, grid)
     take = None if present is None else present.nonzero()[:, 0]
@@ -70,14 +70,6 @@ def places_of(roles: HostRoles, call: HostCall) -> PointRows:
         rows = _numbers(roles, side, values, grid)
         found.append(rows if take is None else rows.index_select(0, take))
     return PointRows(tuple(found), take)
-
-
-def grid_of(vars: tuple[str, ...], sizes: tuple[int, ...]) -> dict[str, Tensor]:
-    """The numbers that each variable takes, along a dimension of its own."""
-    return {
-        v: torch.arange(size).reshape([-1 if k == at else 1 for k in range(len(vars))])
-        for at, (v, size) in enumerate(zip(vars, sizes))
-    }
 
 
 def on_grid(
@@ -89,7 +81,7 @@ def on_grid(
     atom = index.atom
     found = _laid(atom, values, grid) if isinstance(atom, Access) else None
     if found is None or not isinstance(atom, Access):
-        return evaluated(problem, index, values, grid)
+        return evaluated(index, values, grid, problem.device, problem.padded)
     return found, found != -1 if atom.tensor in problem.padded else None
 
 
@@ -194,6 +186,8 @@ class RowSegments:
     columns: Tensor
     take: Tensor | None
     last: LastWeights = field(default_factory=LastWeights)
+    #: By dtype what was made for entries without weights.
+    alone: dict[torch.dtype, Any] = field(default_factory=dict)
 
     def kept(self, weights: Tensor | None, dtype: torch.dtype, make: Callable[[], T]) -> T:
         """``make()``, of weights of points in this dtype, once while they come back as they were;
@@ -212,6 +206,14 @@ class RowSegments:
             with untracked():
                 kept = entry.keep(key, make())
         return kept
+
+    def without_weights(self, dtype: torch.dtype, make: Callable[[], T]) -> T:
+        """``make()``, once in this dtype."""
+        if dtype not in self.alone:
+            with untracked():
+                self.alone[dtype] = make()
+        found: T = self.alone[dtype]
+        return found
 
     def in_order(self, weights: Tensor | None) -> Tensor | None:
         """Numbers of points as numbers of entries."""

@@ -150,15 +150,18 @@ def roles_of(problem: Problem) -> HostRoles | None:
 
 def one_column(roles: HostRoles) -> HostRoles | None:
     """A sum of numbers as one of rows of a single column: the first factor that is read through
-    index tensors alone is what rows are picked from; None where there is none, or nothing is
-    summed.
+    index tensors, and along what is summed alone, is what rows are picked from; None where there is
+    none, or nothing is summed.
     """
     left = roles.target.access
     if roles.wide or not left.indices or set(plain_variables(left)) == set(roles.points):
         return None
     kinds = roles.problem.kinds
+    summed = {*roles.points} - {*variables(left)}
     for k, factor in enumerate(roles.narrow):
-        if not isinstance(factor, Access) or any(i.var is not None for i in factor.indices):
+        if not isinstance(factor, Access) or all(i.var is not None for i in factor.indices):
+            continue
+        if not summed.issuperset(i.var for i in factor.indices if i.var is not None):
             continue
         if factor.indices and kinds[factor.tensor].dtype in FLOATS:
             side = _side(roles.problem, factor, {})

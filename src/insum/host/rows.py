@@ -30,11 +30,16 @@ class ScaledRows:
     weights: Weights
     key: tuple[object, ...]
     dtype: torch.dtype
-    name, slowness = "rows", 8
+    name = "rows"
     why = "a sum of scaled rows is a sparse matrix (CSR, kept with the index tensors) times a dense"
 
+    @property
+    def slowness(self) -> int:
+        """Of narrow rows looking for the next takes longer than adding it up."""
+        return max(2, 8 * _NARROW // (_NARROW + 3 * self.roles.width((-1, 0))))
+
     def __call__(self, call: HostCall) -> Tensor:
-        roles, (side,) = self.roles, self.roles.wide
+        roles, weights, (side,) = self.roles, self.weights, self.roles.wide
         columns = roles.shared[-1, 0]
         found = call.kept(self.key, lambda: self.made(call))
         dense: Any = call.values[side.access.tensor]
@@ -42,12 +47,12 @@ class ScaledRows:
             dense = dense.to(self.dtype)
         if not side.is_matrix:
             dense = side.matrices(dense, columns)
-        given: Any = call.values[self.weights.name] if self.weights.name else None
-        scales = found.kept(
-            given,
-            self.dtype,
-            lambda: _scales(found, found.in_order(self.weights(call, self.dtype)), dense),
-        )
+        if weights.name or weights.part is not None:
+            given: Any = call.values[weights.name] if weights.name else None
+            make = lambda: _scales(found, found.in_order(weights(call, self.dtype)), dense)
+            scales = found.kept(given, self.dtype, make)
+        else:
+            scales = found.without_weights(self.dtype, lambda: _scales(found, None, dense))
         result = _times(found, scales, dense)
         if not roles.target.is_matrix:
             result = roles.target.restored(result, columns)

@@ -28,6 +28,8 @@ MOST_SLICES, LEAST_POINTS = 512, 1 << 12
 AT_ONCE = 1 << 23
 #: Bytes of a number that is read and of one that is written.
 READ_AND_WRITTEN = 8
+#: Numbers that lie side by side, from which on torch sums a view of windows as quickly, measured.
+LEAST_SIDE_BY_SIDE = 8
 #: Where each variable stands that is looped over.
 LoopPlaces: TypeAlias = Mapping[str, int]
 
@@ -121,6 +123,33 @@ class Slices:
             into.addcmul_(first, last)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class WindowSums:
+    """``y[i,f] = x[i+a,f]``: windows are a view of what they lie in, so much further in memory for
+    each place of a variable, and are summed as torch sums any view.
+    """
+
+    problem: Problem
+    access: Access
+    name, slowness = "slices", 0
+    why = "windows are summed where they lie: no copy of them is made"
+
+    def __call__(self, call: HostCall) -> Tensor:
+        tensor = as_tensor(call.values[self.access.tensor])
+        dtype, kept = meeting_dtype(self.problem), variables(self.problem.statement.target)
+        order = *kept, *(v for v in self.problem.extents if v not in kept)
+        strides, offset = dict.fromkeys(order, 0), tensor.storage_offset()
+        for index, stride in zip(self.access.indices, tensor.stride()):
+            offset += index.offset * stride
+            for by, atom in index.terms:
+                assert isinstance(atom, Var)
+                strides[atom.name] += by * stride
+        sizes = [int(self.problem.extents[v]) for v in order]
+        view = tensor.as_strided(sizes, list(strides.values()), offset)
+        found = view.sum(tuple(range(len(kept), len(order))), dtype=dtype)
+        return cast(found, self.problem.dtype).contiguous()
+
+
 def _spread(part: Tensor, names: Sequence[str], kept: Sequence[str]) -> Tensor:
     """Its dimensions in the order of those of the result, with one place for each that it lacks."""
     part = part.permute([names.index(v) for v in kept if v in names])
@@ -130,7 +159,7 @@ def _spread(part: Tensor, names: Sequence[str], kept: Sequence[str]) -> Tensor:
     return part
 
 
-def slices_of(problem: Problem) -> Slices | None:
+def slices_of(problem: Problem) -> Slices | WindowSums | None:
     """None where there are no windows, where indices are read, and where slices are too small, or
     too many.
     """
@@ -147,6 +176,8 @@ def slices_of(problem: Problem) -> Slices | None:
     known = {*loops, *(v for a in reads for v in variables(a))}
     if None in found or {*variables(every[0])} - known:
         return None
+    if _runs_behind(problem, every, loops):
+        return WindowSums(problem, every[1])
     target, *factors = (one for one in found if one is not None)
     if not factors or not _is_plain(target, factors):
         return None
@@ -154,6 +185,15 @@ def slices_of(problem: Problem) -> Slices | None:
     place = prod(n for v, n in extents.items() if v not in loops and v != var)
     step = max(1, AT_ONCE // max(1, READ_AND_WRITTEN * place))
     return Slices(problem, target, tuple(factors), loops, var, step)
+
+
+def _runs_behind(problem: Problem, every: Sequence[Access], loops: Sequence[str]) -> bool:
+    """Whether windows of one tensor are summed, and what lies side by side in memory stays so."""
+    if len(every) != 2 or any(index.var is None for index in every[0].indices):
+        return False
+    last = every[1].indices[-1].var
+    wide = last is not None and last not in loops and last in variables(every[0])
+    return wide and int(problem.extents[str(last)]) >= LEAST_SIDE_BY_SIDE
 
 
 def dense_product(problem: Problem) -> list[Access] | None:

@@ -238,7 +238,7 @@ def _entry_of(first: Planned) -> str:
     match first.segments:
         case Segments():
             return slot
-        case Sorted():
+        case Sorted(str()):
             size = dict(first.plan.made)[slot]
             return getattr(size[0], "var", "") if len(size) == 1 else ""
     return ""
@@ -247,6 +247,7 @@ def _entry_of(first: Planned) -> str:
 def _index_of_rows(first: Planned) -> Access:
     """The index that rows are made of, by entries."""
     assert isinstance(first.segments, Segments | Sorted)
+    assert isinstance(first.segments.index, str)  # else entries have no name
     return _at(first.segments.index, _entry_of(first))
 
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from insum.lang.expr import Access, Affine, Var
+
 
 @dataclass(frozen=True, slots=True)
 class OfExtent:
@@ -127,11 +129,40 @@ class Slots(_Outlined):
 
 
 @dataclass(frozen=True)
-class Sorted(_Outlined):
-    """The stable ``order`` in which an index tensor is sorted, and the segments in that order."""
+class LeftPlaces(_Outlined):
+    """Where several ``indices`` of the left side lead to, in the ``dims`` that they index: of every
+    point of the variables that they run ``over`` one number, which counts through these dimensions;
+    -1 where an entry is absent, or out of range.
+    """
 
-    index: str
-    rows: OfShape
+    indices: tuple[Affine, ...]
+    dims: tuple[int, ...]
+    over: tuple[str, ...]
+    names: tuple[str, ...]
+    padded: tuple[str, ...]
+
+    @property
+    def count(self) -> SizeExpr:
+        """How many places there are."""
+        return tuple(OfShape(dim) for dim in self.dims)
+
+
+@dataclass(frozen=True)
+class DimOfPlaces(_Outlined):
+    """Of each of these places the number in one of the dimensions."""
+
+    base: LeftPlaces
+    dim: int
+
+
+@dataclass(frozen=True)
+class Sorted(_Outlined):
+    """The stable ``order`` in which an index tensor is sorted, or places are, and the segments in
+    that order.
+    """
+
+    index: str | LeftPlaces
+    rows: SizeExpr
 
 
 @dataclass(frozen=True)
@@ -239,6 +270,8 @@ RowRecipe: TypeAlias = Segments | Slots | Sorted
 Recipe: TypeAlias = (
     Segments
     | Slots
+    | LeftPlaces
+    | DimOfPlaces
     | Sorted
     | Position
     | Composed
@@ -264,8 +297,12 @@ class RecipeArray:
 def index_of_recipe(recipe: Recipe) -> str:
     """The index tensor with which what a recipe makes is kept."""
     match recipe:
-        case Segments(index) | Sorted(index) | Inverse(index) | SharedTiles(index):
+        case Sorted(index):
+            return index if isinstance(index, str) else index.names[0]
+        case Segments(index) | Inverse(index) | SharedTiles(index):
             return index
+        case LeftPlaces():
+            return recipe.names[0]
         case Packed(table):
             return table if isinstance(table, str) else table.index
         case _:
@@ -276,12 +313,14 @@ def sources(recipe: Recipe) -> tuple[str, ...]:
     """Every index tensor that a recipe looks at, the one with which it is kept first."""
     more: tuple[str, ...] = ()
     match recipe:
-        case Composed(_, source):
-            more = (source,)
+        case (LeftPlaces() as places) | Sorted(LeftPlaces() as places):
+            more = places.names
+        case Composed(base, source):
+            more = (*sources(base), source)
         case Slots(_, _, padded):
             more = padded
-        case Tasks(base) if isinstance(base, Slots):
-            more = base.padded
+        case DimOfPlaces(base) | Position(base) | Pieces(base) | Tasks(base):
+            more = sources(base)
         case _:
             pass
     return tuple(dict.fromkeys((index_of_recipe(recipe), *more)))
@@ -296,6 +335,12 @@ def canonical(recipe: Recipe) -> tuple[object, ...]:
             return ("segments",)
         case Slots(base, _, padded):
             return "slots", canonical(base), len(padded)
+        case LeftPlaces():
+            return ("places", *_numbered(recipe))
+        case DimOfPlaces(base, dim):
+            return "dimension", canonical(base), dim
+        case Sorted(LeftPlaces() as places):
+            return "sorted", canonical(places)
         case Sorted():
             return ("sorted",)
         case Position(base, dim):
@@ -317,6 +362,23 @@ def canonical(recipe: Recipe) -> tuple[object, ...]:
             return "shared tiles", lanes, pads
 
 
+def _numbered(places: LeftPlaces) -> tuple[str, ...]:
+    """Their indices as text, with numbers for names of tensors and variables."""
+    tensors = {name: f"t{k}" for k, name in enumerate(places.names)}
+    own = {name: f"v{k}" for k, name in enumerate(places.over)}
+
+    def renamed(index: Affine) -> Affine:
+        return Affine(tuple((by, atom_of(atom)) for by, atom in index.terms), index.offset)
+
+    def atom_of(atom: Var | Access) -> Var | Access:
+        if isinstance(atom, Var):
+            return Var(own[atom.name])
+        return Access(tensors[atom.tensor], tuple(map(renamed, atom.indices)))
+
+    padded = (tensors[name] for name in places.padded)
+    return *(str(renamed(index)) for index in places.indices), *padded
+
+
 def is_packed(key: object) -> bool:
     """Whether what is kept under a key are tiles of similar rows, or was made of them."""
     does = key[0] if isinstance(key, tuple) else None
@@ -325,7 +387,13 @@ def is_packed(key: object) -> bool:
 
 def _sizes(recipe: Recipe) -> tuple[SizeExpr | OfLength, ...]:
     match recipe:
-        case Segments(_, rows) | Sorted(_, rows) | Inverse(_, _, rows):
+        case LeftPlaces(_, _, over):
+            return recipe.count, *((OfExtent(v),) for v in over)
+        case Sorted(LeftPlaces() as places):
+            return _sizes(places)
+        case Sorted(_, rows):
+            return (rows,)
+        case Segments(_, rows) | Inverse(_, _, rows):
             return ((rows,),)
         case Slots(base, width):
             return *_sizes(base), width

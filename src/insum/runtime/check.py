@@ -20,6 +20,7 @@ from insum.facts import facts_of, known
 from insum.lang.bind import Problem, Value
 from insum.lang.expr import Access, Affine, Var, accesses, variables
 from insum.plan.uses import Use
+from insum.runtime.points import evaluated, variable_grid
 from insum.settings import settings
 
 #: torch finds no least and greatest of these.
@@ -184,48 +185,16 @@ def _sortable(value: Tensor) -> Tensor:
 
 def _verify_referenced(problem: Problem, use: Use, values: Mapping[str, Value]) -> None:
     vars = variables(use.index)
-    point = {
-        v: _along(k, len(vars), int(problem.extents[v]), problem.device) for k, v in enumerate(vars)
-    }
-    index, present = evaluated(problem, use.index, values, point)
+    sizes = [int(problem.extents[v]) for v in vars]
+    grid = variable_grid(vars, sizes, problem.device)
+    index, present = evaluated(use.index, values, grid, problem.device, problem.padded)
     bad = (
         (((index < min(0, use.low(problem))) | (index >= use.limit(problem))) & present)
-        .expand([int(problem.extents[v]) for v in vars])
+        .expand(sizes)
         .nonzero()
     )
     if len(bad):
         _complain(problem, use, values, dict(zip(vars, bad[0].tolist(), strict=True)))
-
-
-def _along(axis: int, rank: int, extent: int, device: torch.device) -> Tensor:
-    return torch.arange(extent, device=device).reshape(
-        [-1 if k == axis else 1 for k in range(rank)]
-    )
-
-
-def evaluated(
-    problem: Problem, index: Affine, values: Mapping[str, Value], point: Mapping[str, Tensor]
-) -> tuple[Tensor, Tensor]:
-    """The value of an index expression at many points at once, and where none of the tensors in it
-    is absent.
-    """
-    total = torch.full((), index.offset, device=problem.device)
-    present = torch.ones((), dtype=torch.bool, device=problem.device)
-    for by, atom in index.terms:
-        if isinstance(atom, Var):
-            total = total + by * point[atom.name]
-            continue
-        tensor, places = torch.as_tensor(values[atom.tensor]).long(), []
-        for i, size in zip(atom.indices, tensor.shape, strict=True):
-            place, there = evaluated(problem, i, values, point)
-            # of a place that is out of range itself another use complains
-            there = there & (place >= 0) & (place < size)
-            present = present & there
-            places.append(torch.where(there, place, 0))
-        value = tensor[tuple(places)].to(problem.device)
-        present = present & (value != -1) if atom.tensor in problem.padded else present
-        total = total + by * value
-    return total, present
 
 
 def _complain(

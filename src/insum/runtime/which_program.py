@@ -24,7 +24,9 @@ from insum.lang.problem import resized
 from insum.plan.questions import Question, Summary
 from insum.plan.recipes import (
     Composed,
+    DimOfPlaces,
     Inverse,
+    LeftPlaces,
     Packed,
     PackedByStep,
     Pieces,
@@ -393,6 +395,8 @@ def _is_known_at_once(recipe: Recipe) -> bool:
     match recipe:
         case SharedTiles() | Segments() | Sorted() | Pieces() | Position() | Composed():
             return True  # of an order everything but how long rows are
+        case LeftPlaces() | DimOfPlaces():
+            return True
         case Inverse(_, dim):
             return dim == 1
         case Packed(table):

@@ -37,6 +37,7 @@ from insum.plan.strategies.inverting import columns_in_order, inverse
 from insum.plan.strategies.one_hot import onehot
 from insum.plan.strategies.packing import packed
 from insum.plan.strategies.segmenting import segments
+from insum.plan.strategies.several import several_indices
 from insum.plan.strategies.sharing import shared, shared_rows
 from insum.plan.strategies.sorting import sorted_first, sorted_for_heavy_rows
 from insum.plan.strategies.storing import unique
@@ -82,11 +83,11 @@ def plan(subject: Subject) -> Planned:
             return finish(subject, draft.because("no two points meet"), "store", fill=True)
         case Scatter():
             return _scattered(subject, draft, scatter)
-    planned = nested(subject, draft)
+    planned = nested(subject, draft) or several_indices(subject, draft)
     if planned is not None:
         return planned
     if subject.is_ordered:
-        raise CannotFuse("deterministic mode, and the output is scattered through several indices")
+        raise CannotFuse("deterministic mode, and indices lead to too many places")
     return finish(subject, draft.because("several scattered indices"), "atomic", fill=True)
 
 

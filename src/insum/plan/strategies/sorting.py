@@ -48,21 +48,27 @@ def to_sorted_rows(subject: Subject, draft: Draft, scatter: Scatter) -> Draft:
     draft = draft.because(
         f"{name} was sorted once" if known is not None else f"{name} is sorted first"
     )
-    base = Sorted(name, OfShape(scatter.dim))
+    base = Sorted(name, (OfShape(scatter.dim),))
+    draft = replace(draft, home=scatter.access)
+    draft, slot = in_sorted_order(subject, draft, scatter.variables, base, seen=known is not None)
+    return to_rows(subject, draft, scatter, base, slot)
+
+
+def in_sorted_order(
+    subject: Subject, draft: Draft, over: tuple[str, ...], base: Sorted, *, seen: bool
+) -> tuple[Draft, str]:
+    """The right side with one variable, which walks the entries ``over`` these variables in sorted
+    order, instead of them. ``seen``: whether index tensors come back.
+    """
     slot = subject.name("slot", draft)
-    numel = 1
-    for v in scatter.variables:
-        numel *= draft.extents[v]
     draft = replace(
         draft,
-        home=scatter.access,
-        extents={**draft.extents, slot: numel},
-        made={**draft.made, slot: tuple(OfExtent(v) for v in scatter.variables)},
+        extents={**draft.extents, slot: math.prod(draft.extents[v] for v in over)},
+        made={**draft.made, slot: tuple(OfExtent(v) for v in over)},
     )
-    if known is not None:
-        draft = _composed(subject, draft, scatter, base, slot)
-    draft = _in_order(subject, draft, scatter, base, slot)
-    return to_rows(subject, draft, scatter, base, slot)
+    if seen:
+        draft = _composed(subject, draft, over, base, slot)
+    return _in_order(subject, draft, over, base, slot), slot
 
 
 def _pays(subject: Subject, draft: Draft, scatter: Scatter) -> bool:
@@ -82,19 +88,21 @@ def tiles_scatter(subject: Subject, draft: Draft, scatter: Scatter) -> bool:
     return roles.dot and bool(set(scatter.variables) & {roles.m[-1], roles.n[-1]})
 
 
-def _in_order(subject: Subject, draft: Draft, scatter: Scatter, base: Sorted, slot: str) -> Draft:
+def _in_order(
+    subject: Subject, draft: Draft, over: tuple[str, ...], base: Sorted, slot: str
+) -> Draft:
     """The right side read at the entries in their order."""
     order = subject.name("order", draft)
     through = Affine(((1, Access(order, (index_of(slot),))),))
-    found = merge(subject, draft, scatter.variables) if len(scatter.variables) > 1 else None
+    found = merge(subject, draft, over) if len(over) > 1 else None
     if found is not None:
         flat = subject.name("flat", draft)
         draft = merged(draft, replace(found, into=flat))
         change = {flat: through}
-    elif len(scatter.variables) == 1:
-        change = {scatter.variables[0]: through}
+    elif len(over) == 1:
+        change = {over[0]: through}
     else:
-        draft, change = _positions(subject, draft, scatter, base, slot)
+        draft, change = _positions(subject, draft, over, base, slot)
     draft = replace(
         draft,
         factors=tuple(substitute(f, change) for f in draft.factors),
@@ -107,12 +115,12 @@ def _in_order(subject: Subject, draft: Draft, scatter: Scatter, base: Sorted, sl
 
 
 def _positions(
-    subject: Subject, draft: Draft, scatter: Scatter, base: Sorted, slot: str
+    subject: Subject, draft: Draft, over: tuple[str, ...], base: Sorted, slot: str
 ) -> tuple[Draft, dict[str, Affine]]:
     """Each scattered variable as an array over the sorted entries."""
     change: dict[str, Affine] = {}
     used = {v for f in draft.factors for v in variables(f)}
-    for dim, var in enumerate(scatter.variables):
+    for dim, var in enumerate(over):
         if var in used:
             name = subject.name(f"{var}_order", draft)
             array = subject.array(Position(base, dim), "")
@@ -121,14 +129,16 @@ def _positions(
     return draft, change
 
 
-def _composed(subject: Subject, draft: Draft, scatter: Scatter, base: Sorted, slot: str) -> Draft:
+def _composed(
+    subject: Subject, draft: Draft, over: tuple[str, ...], base: Sorted, slot: str
+) -> Draft:
     """Index tensors over the scattered variables are gathered into sorted order once, so that the
     kernel reads them in a row.
 
     Left alone where the copy would be a noticeable part of all memory: the kernel then reads them
     through the order.
     """
-    mine = set(scatter.variables)
+    mine = set(over)
     width = 8 if subject.sizes.wide else 4
     if len(mine) == 1 and COMPOSE_SHARE * draft.extents[slot] * width > subject.bytes_read():
         return draft
@@ -147,7 +157,7 @@ def _composed(subject: Subject, draft: Draft, scatter: Scatter, base: Sorted, sl
     )
     for atom in atoms:
         name = subject.name(f"{atom.tensor}_sorted", draft)
-        dims = tuple(scatter.variables.index(str(i.var)) for i in atom.indices)
+        dims = tuple(over.index(str(i.var)) for i in atom.indices)
         array = subject.array(Composed(base, atom.tensor, dims), "")
         new = Access(name, (index_of(slot),))
         draft = replace(

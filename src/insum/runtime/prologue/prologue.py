@@ -23,7 +23,9 @@ from insum.plan.questions import Summary
 from insum.plan.recipes import (
     INVERT_UP_TO,
     Composed,
+    DimOfPlaces,
     Inverse,
+    LeftPlaces,
     OfCount,
     OfExtent,
     OfLength,
@@ -44,6 +46,7 @@ from insum.plan.recipes import (
 from insum.runtime.handwritten import packs
 from insum.runtime.handwritten.kernel import on_device
 from insum.runtime.prologue.made import Awaited, Made, Result
+from insum.runtime.prologue.places import dim_of_places, left_places
 from insum.runtime.prologue.rows import composed, in_order, pieces, position, segments, slots, tasks
 from insum.runtime.prologue.tables import (
     by_step,
@@ -173,6 +176,14 @@ class Prologue:
         tensor: Tensor = self.tensors[name]
         return tensor
 
+    def anchor(self, base: Sorted) -> Tensor:
+        """What is sorted: an index tensor, or places that several lead to."""
+        if isinstance(base.index, str):
+            return self.index(base.index)
+        found = self.soon(base.index)
+        assert found is not None
+        return found.arrays[""]
+
     def make(self, recipe: Recipe) -> Result | None:
         match recipe:
             case Segments(index, rows):
@@ -182,13 +193,24 @@ class Prologue:
                 made = self.made(base)
                 tensors = [self.index(n) for n in padded]
                 return None if made is None else slots(made, self.size(width), tensors)
+            case LeftPlaces(indices, dims, over):
+                sizes = [self.extents[v] for v in over]
+                shape = [self.shape[d] for d in dims]
+                values = {name: self.index(name) for name in recipe.names}
+                return _one(
+                    left_places(indices, shape, over, sizes, values, recipe.padded, self.wraps)
+                )
+            case DimOfPlaces(base, dim):
+                shape = [self.shape[d] for d in base.dims]
+                return _one(dim_of_places(shape, dim, self.index(base.names[0]).device))
             case Sorted(index, rows):
-                return in_order(self.index(index), self.shape[rows.dim], index in self.wraps)
+                wraps = index in self.wraps if isinstance(index, str) else False
+                return in_order(self.anchor(recipe), self.size(rows), wraps)
             case Position(base, dim):
                 order = self.sorted(base).arrays["order"]
-                return _one(position(self.index(base.index), order, dim))
+                return _one(position(self.anchor(base), order, dim))
             case Composed(base, source, dims):
-                anchor, order = self.index(base.index), self.sorted(base).arrays["order"]
+                anchor, order = self.anchor(base), self.sorted(base).arrays["order"]
                 return _one(composed(self.index(source), anchor, order, dims))
             case Inverse():
                 return self.inverse(recipe)
