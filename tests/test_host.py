@@ -24,7 +24,17 @@ from insum.call.request import request_of
 from insum.formats import COO, GroupCOO
 from insum.graph.contraction import cheapest
 from insum.graph.lower import lower
-from insum.host import block_rows, chunks, operations, pattern_axes, patterns, places, rows, runs
+from insum.host import (
+    block_rows,
+    blocks,
+    chunks,
+    operations,
+    pattern_axes,
+    patterns,
+    places,
+    rows,
+    runs,
+)
 from insum.host import choose as chooser
 from insum.host.arguments import HostCall
 from insum.host.places import LastWeights, Lowering
@@ -41,6 +51,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(chooser, name, 0)
     monkeypatch.setattr(HostCall, "comes_back", lambda self, key: True)
     monkeypatch.setattr(patterns, "STARTING", 0)
+    monkeypatch.setattr(blocks, "LEAST_BLOCK", 1 << 15)
     monkeypatch.setattr(chunks, "AT_ONCE", 256)
     monkeypatch.setattr(runs, "AT_ONCE", 1 << 14)
     monkeypatch.setattr("insum.call.prepared._forms", {})

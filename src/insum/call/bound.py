@@ -24,6 +24,7 @@ from insum.runtime.check import in_range, live_uses, ranges_of, verify
 
 if TYPE_CHECKING:
     from insum.call.prepared import Kinds, PreparedCall
+    from insum.host.joint import JointGraph
     from insum.host.places import Lowering
     from insum.runtime.fused import FusedCall
 
@@ -97,7 +98,17 @@ class BoundCall:
     __slots__ = (
         *("_problem", "_staged", "_uses", "based", "checked", "count", "derived", "extents"),
         *("forward", "little"),
-        *("fused", "graphs", "lowerings", "prepared", "ranges", "recorded", "shape", "sizes"),
+        *(
+            "fused",
+            "graphs",
+            "joints",
+            "lowerings",
+            "prepared",
+            "ranges",
+            "recorded",
+            "shape",
+            "sizes",
+        ),
         *("spans", "waits"),
     )
 
@@ -134,6 +145,8 @@ class BoundCall:
         self.graphs: dict[tuple[str, bool], on_graph.SizedGraph] = {}
         #: How a CPU runs this call, by whether the result is new or accumulated.
         self.lowerings: dict[bool, Lowering | None] = {}
+        #: With others, in this order, those that a CPU runs as one graph, and which these are.
+        self.joints: dict[tuple[BoundCall, ...], tuple[JointGraph, tuple[int, ...]] | None] = {}
         #: The index tensors that a CPU has found in range last, by the numbers of their entries.
         self.checked: tuple[int, ...] = ()
         #: Whether a CPU takes the graph until index tensors come back; and while nothing is known

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from insum import memory
+from insum.bounded import keep
+from insum.compat.calls import is_undisturbed
 from insum.host.arguments import HostCall
 from insum.lang.bind import Value
 from insum.runtime.check import bounds_of, verify
@@ -16,7 +18,11 @@ from insum.runtime.check import bounds_of, verify
 if TYPE_CHECKING:
     from insum.call.bound import BoundCall
     from insum.host.arguments import IndexEntries
+    from insum.host.joint import JointGraph
     from insum.host.places import Lowering
+
+#: Calls that are one graph with others, of one call.
+MOST_JOINTS = 8
 
 
 def run(
@@ -55,6 +61,59 @@ def run(
     if target is None:
         return result
     return target.add_(result) if mode == "into" else (target + result).to(target.dtype)
+
+
+def is_one_graph(calls: Sequence[BoundCall | None]) -> bool:
+    """Whether some of these are one graph, as far as is known."""
+    found = [call for call in calls if call is not None]
+    return len(found) < len(calls) or found[0].joints.get(tuple(found), True) is not None
+
+
+def at_once(
+    calls: Sequence[BoundCall], values: Sequence[Mapping[str, Value]]
+) -> list[Tensor | None]:
+    """The results of calls that share what they compute, on tensors that have the same names in all
+    of them, as one graph; None of those that are better by themselves.
+    """
+    found: list[Tensor | None] = [None] * len(calls)
+    if not is_undisturbed():
+        return found
+    first, key = calls[0], tuple(calls)
+    if key not in first.joints:
+        keep(first.joints, key, _joint(calls, values), MOST_JOINTS)
+    joint = first.joints[key]
+    if joint is None:
+        return found
+    graph, numbers = joint
+    every: dict[str, Value] = {}
+    for number in numbers:
+        call, given = calls[number], values[number]
+        call.look_now(given)
+        every |= call.wrapped(given) if call.prepared.form.wraps else given
+    for number, result in zip(numbers, graph(every)):
+        found[number] = result
+    return found
+
+
+def _joint(
+    calls: Sequence[BoundCall], values: Sequence[Mapping[str, Value]]
+) -> tuple[JointGraph, tuple[int, ...]] | None:
+    """What of them is one graph, and which they are."""
+    from insum.host.joint import joint_of  # takes a while to import
+
+    alone = [
+        k
+        for k, (call, given) in enumerate(zip(calls, values))
+        if call.prepared.on_host and not _is_staged(call, given)
+    ]
+    problems = [calls[k].problem(values[k]) for k in alone]
+    ways = [lowering(calls[k], "new", values[k]) for k in alone]
+    found = joint_of(problems, ways)
+    return None if found is None else (found[0], tuple(alone[k] for k in found[1]))
+
+
+def _is_staged(call: BoundCall, values: Mapping[str, Value]) -> bool:
+    return call.prepared.orderable and bool(call.staged(values, in_place=False))
 
 
 def lowering(call: BoundCall, mode: str, values: Mapping[str, Value]) -> Lowering | None:

@@ -17,8 +17,10 @@ from insum.host.places import RowSegments, is_counting, narrow, places_of, segme
 from insum.host.roles import HostRoles, as_tensor
 
 #: Multiplications of a point from which on a product for each is quicker than the library's for
-#: all, measured.
+#: all; and sides of blocks up to which that is quicker than laying rows side by side: the more
+#: columns they have, the better the library does. Measured.
 MOST_PRODUCT = 1 << 17
+MOST_SIDE, MOST_COLUMNS, COLUMNS_FOR_MORE = 8, 128, 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,6 +98,8 @@ def block_rows_of(roles: HostRoles) -> BlockRows | None:
         return None
     for blocks, side in enumerate(roles.wide):
         rows, inner = (side.extent(roles.shared[pair]) for pair in ((-1, blocks), (0, 1)))
-        if side.count == roles.count and rows == inner:
+        columns = roles.width((-1, 1 - blocks))
+        small = rows <= MOST_SIDE + min(columns, MOST_COLUMNS) // COLUMNS_FOR_MORE
+        if side.count == roles.count and rows == inner and small:
             return BlockRows(roles, weights_of(roles), ("block rows", *roles.key), blocks)
     return None

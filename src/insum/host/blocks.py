@@ -13,10 +13,10 @@ from insum.host.arguments import HostCall
 from insum.host.parts import Weights, weights_of
 from insum.host.places import is_sorted, places_of, sorting
 from insum.host.roles import HostRoles, as_tensor
-from insum.host.runs import LEAST_PRODUCT
 
-#: How many points are called for one after the other.
-MOST_CALLS = 1 << 16
+#: How many points are called for one after the other; and multiplications of each from which on
+#: that is quicker than laying their matrices side by side. Measured.
+MOST_CALLS, LEAST_BLOCK = 1 << 16, 1 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,6 +71,6 @@ def blocks_of(roles: HostRoles) -> Blocks | None:
     if len(roles.wide) != 2 or len(roles.shared) != 3 or roles.count > MOST_CALLS:
         return None
     extents = [int(roles.problem.extents[v]) for names in roles.shared.values() for v in names]
-    if prod(extents) < LEAST_PRODUCT:
+    if prod(extents) < LEAST_BLOCK:
         return None
     return Blocks(roles, weights_of(roles), ("blocks", *roles.key))

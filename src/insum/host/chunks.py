@@ -19,10 +19,11 @@ from insum.host.operations import lower_on_host
 from insum.host.roles import as_tensor
 from insum.lang.bind import Problem
 from insum.lang.expand import ProductTerm
-from insum.lang.expr import Access, accesses, variables
+from insum.lang.expr import Access, Call, Expr, Product, Sum, accesses, variables
 
-#: Bytes of the largest intermediate that are made at a time.
-AT_ONCE = 1 << 20
+#: Bytes of the largest intermediate that are made at a time; and multiplications of a number of it
+#: from which on it does not matter that it leaves the cache, measured.
+AT_ONCE, LEAST_REUSE = 1 << 20, 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,22 +70,45 @@ def _shortened(problem: Problem, var: str, length: int, into: Tensor) -> Problem
 
 def chunks_of(problem: Problem) -> Chunks | None:
     terms = live_terms(problem)
-    if len(terms) != 1 or _is_dense(problem) and _is_selection(terms[0]):
+    if len(terms) != 1 or is_dense(problem) and _is_selection(terms[0]):
+        return None
+    if has_same_bits(problem.statement.value):
         return None
     extents = {v: int(n) for v, n in problem.extents.items()}
     largest, wide = _largest(problem), meeting_dtype(problem)
     nbytes = wide.itemsize * _volume(largest, extents)
-    if nbytes <= 2 * AT_ONCE:
+    if nbytes <= 2 * AT_ONCE or _is_of_products(problem, nbytes):
         return None
     for var in sorted(largest, key=lambda v: -extents[v]):
-        found = _dims(problem, var)
+        found = dims_of(problem, var)
         if found is not None and extents[var] > 1:
             dims, along = found
             step = max(1, extents[var] * AT_ONCE // nbytes)
-            mode = "new" if along >= 0 and _is_dense(problem) else "into"
+            mode = "new" if along >= 0 and is_dense(problem) else "into"
             graph = lower_on_host(replace(problem, dtype=wide), mode)
             return Chunks(problem, graph, var, step, dims, along)
     return None
+
+
+def has_same_bits(value: Expr, compared: bool = False) -> bool:
+    """Whether a function is compared for equality, as gradients of a maximum do with the result.
+    Torch computes the last numbers of a tensor by other means than the rest, and rounds otherwise:
+    of a part these are others.
+
+    >>> from insum.lang.parser import parse
+    >>> of = lambda text: has_same_bits(parse(f"y[i] = {text}").value)
+    >>> of("x[i] * (exp(x[i]) == z[i])"), of("exp(x[i]) * (x[i] == z[i])")
+    (True, False)
+    """
+    match value:
+        case Call("eq", parts):
+            return any(has_same_bits(part, compared=True) for part in parts)
+        case Call(_, parts):
+            return compared or any(has_same_bits(part) for part in parts)
+        case Product(parts) | Sum(parts):
+            return any(has_same_bits(part, compared) for part in parts)
+        case _:
+            return False
 
 
 def _is_selection(term: ProductTerm) -> bool:
@@ -105,7 +129,18 @@ def _largest(problem: Problem) -> frozenset[str]:
     return max(every, key=lambda vs: _volume(vs, extents), default=frozenset())
 
 
-def _is_dense(problem: Problem) -> bool:
+def _is_of_products(problem: Problem, nbytes: int) -> bool:
+    """Whether an intermediate is no more than what is read anyway, and is multiplied as a matrix:
+    one product of all of it takes less than many of parts.
+    """
+    extents = {v: int(n) for v, n in problem.extents.items()}
+    kinds = problem.kinds.values()
+    given = max((prod(map(int, k.shape)) * k.dtype.itemsize for k in kinds), default=0)
+    points = meeting_dtype(problem).itemsize * prod(extents.values())
+    return nbytes <= given and points >= LEAST_REUSE * nbytes
+
+
+def is_dense(problem: Problem) -> bool:
     """Whether each element of the output is written once."""
     vars = [index.var for index in problem.statement.target.indices]
     return None not in vars and len(set(vars)) == len(vars)
@@ -132,7 +167,7 @@ def _intermediates(problem: Problem, term: ProductTerm) -> list[frozenset[str]]:
     return found
 
 
-def _dims(problem: Problem, var: str) -> tuple[dict[str, int], int] | None:
+def dims_of(problem: Problem, var: str) -> tuple[dict[str, int], int] | None:
     """The dimension of each tensor along which a variable runs, and of the output; None where it
     is anything else than a dimension of its own.
     """

@@ -149,19 +149,19 @@ def roles_of(problem: Problem) -> HostRoles | None:
 
 
 def one_column(roles: HostRoles) -> HostRoles | None:
-    """A sum of numbers as one of rows of a single column: the first factor that is read through
-    index tensors, and along what is summed alone, is what rows are picked from; None where there is
-    none, or nothing is summed.
+    """A sum of numbers as one of rows of a single column: the first factor of which index tensors
+    pick another number at every place is what rows are picked from; None where there is none, or
+    nothing is summed.
     """
     left = roles.target.access
     if roles.wide or not left.indices or set(plain_variables(left)) == set(roles.points):
         return None
     kinds = roles.problem.kinds
-    summed = {*roles.points} - {*variables(left)}
     for k, factor in enumerate(roles.narrow):
         if not isinstance(factor, Access) or all(i.var is not None for i in factor.indices):
             continue
-        if not summed.issuperset(i.var for i in factor.indices if i.var is not None):
+        picked = {v for i in factor.indices if i.var is None for v in variables(i)}
+        if not picked.issuperset(i.var for i in factor.indices if i.var is not None):
             continue
         if factor.indices and kinds[factor.tensor].dtype in FLOATS:
             side = _side(roles.problem, factor, {})

@@ -7,7 +7,6 @@ looks up and runs.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from insum.call import in_kernels
 from insum.call.bound import BoundCall, FilledBuffers
+from insum.call.on_host import at_once, is_one_graph
 from insum.call.prepared import Kinds, kinds_of
 from insum.call.request import Form
 from insum.lang.bind import Size, Value
@@ -26,7 +26,6 @@ from insum.lang.measure import SizeKeys
 from insum.lang.parser import parse
 from insum.lang.problem import kind_of
 from insum.lang.repeat import repetition_of
-from insum.ops.common_factors import common_factors
 from insum.ops.shared_rows import sharing
 from insum.plan.path import AUTO, is_path
 
@@ -103,6 +102,21 @@ class Derived:
             found = found.real
         return self.repeated(found, shape) if self.repeats else found
 
+    def bound(
+        self,
+        arguments: Mapping[str, Any],
+        shape: Sequence[Size],
+        extents: Mapping[str, Size],
+        calls: FoundCalls,
+    ) -> BoundCall:
+        """The call that gives its value, as `__call__` finds it."""
+        found = calls.get(self)
+        if found is None:
+            own = [size for dim, size in enumerate(shape) if dim not in self.repeats]
+            sizes = (*own, *[extents[var] for var in self.variables])
+            found = calls[self] = self.kinds.find(arguments, sizes)
+        return found
+
     def repeated(self, value: Tensor, shape: Sequence[Size]) -> Tensor:
         """The whole as a view of what it repeats."""
         for dim in self.repeats:
@@ -163,8 +177,9 @@ def gradients(
             members = call.rules[key] = _sharing_rows(call, values, upstream, wanted)
         if members:
             found = _of_shared_rows(members, call, values, upstream, result, calls)
-    common: dict[str, Tensor] | None = None
-    once = _computed_once(call, values, wanted, upstream) if on_host else None
+    joint: dict[Derived, Tensor] = {}
+    if calls is not None and on_host:
+        joint = _in_one_graph(call, values, upstream, wanted, result, calls)
     alike: dict[object, Tensor] = {}
     filled: FilledBuffers = {}
     for name in wanted:
@@ -183,19 +198,14 @@ def gradients(
             if same in alike:
                 found[name] = alike[same].clone()
                 continue
-        if once is not None:
-            if common is None:
-                common = once.computed(known, call.extents, run, calls)
-            known |= common
-            statements = once.readers[name]
         total: Tensor | None = None
         for one in statements:
-            part = one(known, source.shape, call.extents, run, calls, filled)
+            part = joint.pop(one, None)
+            if part is None:
+                part = one(known, source.shape, call.extents, run, calls, filled)
             total = part if total is None else total + part
         if total is None:
             total = torch.zeros_like(source, dtype=call.dtypes.get(name, source.dtype))
-        if common is not None and any(total is other for other in found.values()):
-            total = total.clone()  # what is written to one must not reach the other
         found[name] = total
         if same is not None:
             alike[same] = total
@@ -259,80 +269,37 @@ def _sharing_rows(
     return {name: single[name] for name in sharing(texts)}
 
 
-@dataclass(frozen=True, slots=True)
-class ComputedOnce:
-    """What several gradients have in common: by the name under which they read it, its variables
-    and its statement. ``readers``: by tensor the statements of its gradient.
-    """
-
-    values: Mapping[str, tuple[tuple[str, ...], Derived]]
-    readers: Mapping[str, tuple[Derived, ...]]
-
-    def computed(
-        self,
-        known: Mapping[str, Any],
-        extents: Mapping[str, Size],
-        run: StatementRunner,
-        calls: FoundCalls | None,
-    ) -> dict[str, Tensor]:
-        return {
-            name: one(known, [extents[v] for v in over], extents, run, calls)
-            for name, (over, one) in self.values.items()
-        }
-
-    def size(self, extents: Mapping[str, Any]) -> int:
-        """Of all of them together."""
-        return sum(math.prod(extents[v] for v in over) for over, _ in self.values.values())
-
-
-#: Bytes that what is computed once may take, where no tensor of the call is as large.
-MOST_IN_COMMON = 1 << 26
-
-
-def _computed_once(
-    call: ForwardCall, values: Mapping[str, Any], wanted: Sequence[str], upstream: Tensor
-) -> ComputedOnce | None:
-    """What the gradients have in common, where that is worth its memory."""
-    key = "once", upstream.dtype, *wanted
-    found: ComputedOnce | str | None = call.rules.get(key)
-    if found is None:  # a text: nothing is
-        found = call.rules[key] = _in_common(call, values, wanted, upstream.dtype) or "nothing"
-    if isinstance(found, str) or call.dtypes:
-        return None
-    largest = max(v.nbytes for v in values.values() if isinstance(v, Tensor))
-    most = max(MOST_IN_COMMON, largest)
-    return found if found.size(call.extents) * upstream.itemsize <= most else None
-
-
-def _in_common(
-    call: ForwardCall, values: Mapping[str, Any], wanted: Sequence[str], dtype: torch.dtype
-) -> ComputedOnce | None:
-    """Not where something is rounded that a sum would round at its end, nor where points are
-    absent.
-    """
-    tensors = [v for v in values.values() if isinstance(v, Tensor)]
-    floats = {v.dtype for v in tensors if v.is_floating_point() or v.is_complex()}
-    if call.form.padded or floats != {dtype} or dtype not in (torch.float32, torch.float64):
-        return None
-    keys = {name: (name, dtype, None) for name in wanted}
-    rules = {n: call.rules.get(key) or _rule(call, values, *key) for n, key in keys.items()}
-    every = [one for rule in rules.values() for one in rule.statements]
-    if any(one.views or one.repeats or one.real for one in every):
-        return None
-    common = common_factors([parse(one.kinds.form.statement) for one in every])
-    if common is None:
-        return None
-    made = {}
-    for one in common.values:
-        over = variables(one.target)
-        made[one.target.tensor] = over, _derived(call.form, str(one), len(over), dtype, {})
-    texts, readers = iter(map(str, common.readers)), {}
-    for name, rule in rules.items():
-        rank, own = values[name].dim(), [next(texts) for _ in rule.statements]
-        readers[name] = tuple(
-            _derived(call.form, text, rank, dtype, dict.fromkeys(made, dtype)) for text in own
-        )
-    return ComputedOnce(made, readers)
+def _in_one_graph(
+    call: ForwardCall,
+    values: Mapping[str, Value],
+    upstream: Tensor,
+    wanted: Sequence[str],
+    result: Tensor | None,
+    calls: FoundCalls,
+) -> dict[Derived, Tensor]:
+    """Of the statements of gradients those that a CPU computes together, where it does."""
+    key = "one graph", upstream.dtype, *wanted, *call.dtypes.items()
+    every: list[tuple[str, GradientRule, Derived]] | None = call.rules.get(key)
+    if every is None:
+        rules = [(n, upstream.dtype, call.dtypes.get(n)) for n in wanted]
+        found = [(k[0], call.rules.get(k) or _rule(call, values, *k)) for k in rules]
+        every = [(n, rule, one) for n, rule in found for one in rule.statements]
+        every = [(n, rule, one) for n, rule, one in every if not (one.views or one.real)]
+        call.rules[key] = every
+    known = [calls.get(one) for _, _, one in every]
+    if len(every) < 2 or not is_one_graph(known):
+        return {}
+    bound, given, shapes = list[BoundCall](), list[dict[str, Any]](), list[Sequence[int]]()
+    for name, rule, one in every:
+        every_value: dict[str, Any] = {**values, rule.upstream: upstream, rule.result: result}
+        given.append({read: every_value[read] for read in one.reads})
+        shapes.append(every_value[name].shape)
+        bound.append(one.bound(given[-1], shapes[-1], call.extents, calls))
+    return {
+        one: one.repeated(value, shape) if one.repeats else value
+        for (_, _, one), shape, value in zip(every, shapes, at_once(bound, given))
+        if value is not None
+    }
 
 
 def tangent_of(

@@ -1,15 +1,20 @@
-"""Gradients of one backward pass that read what they have in common: equal to each by itself."""
+"""Statements as one graph, such as gradients of one backward pass: equal to each by itself."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import insum
+from insum.call.prepared import prepare
+from insum.call.request import Request
+from insum.host import choose, chunks, joint
+from insum.host.joint import JointGraph, joint_of
 from insum.lang.parser import parse
 from insum.ops import gradients
-from insum.ops.common_factors import common_factors
 
 N, E, F = 30, 200, 5
 STATEMENTS = {
@@ -44,57 +49,70 @@ def results(text: str, values: dict[str, Tensor], wanted: str) -> tuple[Tensor, 
     return torch.autograd.grad(out, leaves, torch.randn(out.shape, dtype=out.dtype))
 
 
+@pytest.fixture(autouse=True)
+def parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In parts so small that there are several."""
+    monkeypatch.setattr(chunks, "AT_ONCE", 512)
+    monkeypatch.setattr("insum.call.prepared._forms", {})
+    monkeypatch.setattr("insum.call.lookup._fronts", {})
+
+
+@pytest.fixture
+def together(monkeypatch: pytest.MonkeyPatch) -> list[JointGraph]:
+    """What was made one graph."""
+    found: list[JointGraph] = []
+    original = joint.joint_of
+
+    def noted(*given: Any) -> tuple[JointGraph, tuple[int, ...]] | None:
+        one = original(*given)
+        found.extend([one[0]] if one is not None else [])
+        return one
+
+    monkeypatch.setattr(joint, "joint_of", noted)
+    return found
+
+
+def operations(graph: JointGraph, name: str) -> int:
+    nodes = graph.module.graph.nodes
+    return sum(getattr(node.target, "__name__", node.target) == name for node in nodes)
+
+
 @pytest.mark.parametrize("text", STATEMENTS)
 def test_gradients_are_those_of_each_by_itself(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for dtype in (torch.float32, torch.float64):
+    for dtype, precision in ((torch.float32, 1e-5), (torch.float64, 1e-12), (torch.float16, 4e-3)):
         values = drawn(dtype)
         for _ in range(3):  # the first finds, the others look up
             got = results(text, values, STATEMENTS[text])
         with monkeypatch.context() as patched:
-            patched.setattr(gradients, "_computed_once", lambda *_: None)
+            patched.setattr(gradients, "is_one_graph", lambda calls: False)
             want = results(text, values, STATEMENTS[text])
         for one, other in zip(got, want):
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(one, other, rtol=precision, atol=precision)
 
 
-@pytest.fixture
-def once(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is computed once."""
-    found: list[str] = []
-    original = gradients._computed_once
-
-    def noted(*given: object) -> gradients.ComputedOnce | None:
-        one = original(*given)  # type: ignore[arg-type]
-        if one is not None:
-            found.extend(made.kinds.form.statement for _, made in one.values.values())
-        return one
-
-    monkeypatch.setattr(gradients, "_computed_once", noted)
-    return found
+def test_what_is_gathered_and_computed_twice_is_so_once(together: list[JointGraph]) -> None:
+    results("y[d[e],f] = tanh(x[s[e],f] + w[e,f]) * x[d[e],f]", drawn(torch.float32), "xw")
+    (found,) = together
+    assert found.var == "e" and 1 < found.step < E
+    # dy, and x at both ends, for four gradients: by the two places of x, and by w
+    assert operations(found, "index_select") == 3 and operations(found, "tanh") <= 1
 
 
-def test_a_function_of_gathered_values_is_computed_once(once: list[str]) -> None:
-    results("y[d[e],f] = relu(x[s[e],f] + w[e,f])", drawn(torch.float32), "xw")
-    assert once == ["common[e,f] = dy[d[e],f] * step(x[s[e],f] + w[e,f])"]
-
-
-def test_one_gradient_alone_has_nothing_in_common(once: list[str]) -> None:
+def test_one_gradient_alone_is_no_graph_of_several(together: list[JointGraph]) -> None:
     results("y[d[e],f] = relu(x[s[e],f] + w[e,f])", drawn(torch.float32), "x")
-    assert not once
+    assert not together
 
 
-def test_products_without_functions_stay_as_they_are(once: list[str]) -> None:
-    """They are products of sparse matrices, which write nothing for each entry and column."""
+def test_products_of_matrices_stay_what_they_are(
+    together: list[JointGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sparse ones, which write nothing for each entry and column."""
+    monkeypatch.setattr(choose, "LEAST_WORK", 0)
     results("y[d[e],f] = v[e] * x[s[e],f]", drawn(torch.float32), "xv")
-    assert not once
+    assert not together
 
 
-def test_halves_are_rounded_once(once: list[str]) -> None:
-    results("y[d[e],f] = relu(x[s[e],f] + w[e,f])", drawn(torch.float16), "xw")
-    assert not once
-
-
-def test_absent_points_meet_nothing(once: list[str]) -> None:
+def test_absent_points_meet_nothing(together: list[JointGraph]) -> None:
     values = drawn(torch.float32)
     values["s"][::3] = -1
     w = values["w"].index_fill_(0, torch.arange(0, E, 3), torch.inf).requires_grad_()
@@ -103,21 +121,47 @@ def test_absent_points_meet_nothing(once: list[str]) -> None:
     given = {"x": x, "w": w, "s": values["s"], "d": values["d"]}
     out = insum.insum(text, **given, out_shape=(N, F), padded=("s",))  # type: ignore[arg-type]
     assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), (x, w)))
-    assert not once
+    assert together
 
 
-def test_what_is_too_large_is_computed_anew(
-    once: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where nothing of the call is as large, and it is more than a few megabytes."""
-    monkeypatch.setattr(gradients, "MOST_IN_COMMON", 100)
-    results("y[d[e],f] = sigmoid(x[s[e],f] + x[d[e],f])", drawn(torch.float32), "x")
-    assert not once
-    results("y[d[e],f] = sigmoid(x[s[e],f] + w[e,f])", drawn(torch.float32), "xw")
-    assert len(once) == 1  # it is no larger than w
+def test_indices_are_looked_at(together: list[JointGraph]) -> None:
+    """Also where they changed between a forward call and its backward pass."""
+    values = drawn(torch.float32)
+    x, w = values["x"].requires_grad_(), values["w"].requires_grad_()
+    given = {"x": x, "w": w, "s": values["s"], "d": values["d"]}
+    text = "y[d[e],f] = silu(x[s[e],f] * w[e,f])"
+    for _ in range(2):
+        out = insum.insum(text, **given, out_shape=(N, F))  # type: ignore[arg-type]
+        torch.autograd.grad(out.sum(), (x, w))
+    assert together
+    with torch.no_grad():
+        values["s"][7] = N
+    with pytest.raises(insum.IndexRangeError, match=r"s\[7\] is 30"):
+        insum.insum(text, **given, out_shape=(N, F))  # type: ignore[arg-type]
 
 
-def test_gradients_of_gradients_are_as_before(once: list[str]) -> None:
+def test_several_statements() -> None:
+    """One is scattered to, another written to, a third summed; the last shares nothing."""
+    values = drawn(torch.float64)
+    del values["b"]
+    texts = {
+        "a[d[e],f] = sin(x[s[e],f] * w[e,f]) * v[e]": (N, F),
+        "c[e,f] = cos(x[s[e],f] * w[e,f]) * sin(x[s[e],f] * w[e,f])": (E, F),
+        "g[f] = cos(x[s[e],f] * w[e,f])": (F,),
+        "h[e] = v[e] * v[e]": (E,),
+    }
+    requests = [Request(t, ((t[0], size),)) for t, size in texts.items()]
+    reads = [{n: v for n, v in values.items() if f"{n}[" in text} for text in texts]
+    calls = [prepare(*one) for one in zip(requests, reads)]
+    problems = [call.problem(own) for call, own in zip(calls, reads)]
+    found = joint_of(problems, [None] * len(problems))
+    assert found is not None and found[1] == (0, 1, 2)
+    results = found[0](values)
+    for call, own, result in zip(calls, reads, results):
+        torch.testing.assert_close(result, call.run("new", own, None))
+
+
+def test_gradients_of_gradients_are_as_before() -> None:
     values = drawn(torch.float64)
     x, w = values["x"].requires_grad_(), values["w"].requires_grad_()
     call = lambda x, w: insum.insum(
@@ -131,22 +175,7 @@ def test_gradients_of_gradients_are_as_before(once: list[str]) -> None:
     assert torch.autograd.gradgradcheck(call, (x, w))
 
 
-def test_names_of_the_statement_are_not_taken() -> None:
-    texts = "a[s[e]] = common[e] * exp(x[e])", "common[e] = exp(x[e]) * x[e]"
-    found = common_factors([parse(text) for text in texts])
-    assert found is not None and [str(v) for v in found.values] == ["common_1[e] = exp(x[e])"]
-    texts = "a[s[common]] = exp(x[common])", "b[common] = exp(x[common])"
-    shared = common_factors([parse(text) for text in texts])
-    assert shared is not None and shared.values[0].target.tensor == "common_1"
-
-
-def test_sums_and_single_statements_share_nothing() -> None:
-    assert common_factors([parse("a[e] = exp(x[e])")]) is None
-    assert common_factors([parse("a[e] = exp(x[e]) + x[e]")] * 2) is None
-    assert common_factors([parse("a[e] = exp(x[e])"), parse("b[e] = exp(2 * x[e])")]) is None
-
-
-def test_what_is_not_wanted_decides_the_precision_too(once: list[str]) -> None:
+def test_what_is_not_wanted_decides_the_precision_too(together: list[JointGraph]) -> None:
     """A float64 factor of a float32 result: what is derived is computed in float64."""
     values = drawn(torch.float32)
     x, v = values["x"].mul_(1e-10).requires_grad_(), values["v"].mul_(1e-30).requires_grad_()
@@ -155,10 +184,10 @@ def test_what_is_not_wanted_decides_the_precision_too(once: list[str]) -> None:
     given = {"x": x, "v": v, "w": wide, "s": values["s"], "d": values["d"]}
     out = insum.insum(text, y=torch.empty(N, F), **given)  # type: ignore[arg-type]
     assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), (x, v)))
-    assert not once
+    assert together
 
 
-def test_a_zero_meets_nothing_that_overflows(once: list[str]) -> None:
+def test_a_zero_meets_nothing_that_overflows(together: list[JointGraph]) -> None:
     values = drawn(torch.float32)
     x, v = values["x"].fill_(88.0).requires_grad_(), values["v"].zero_().requires_grad_()
     text = "y[d[e],f] = v[e] * exp(x[s[e],f])"
@@ -166,7 +195,7 @@ def test_a_zero_meets_nothing_that_overflows(once: list[str]) -> None:
     out = insum.insum(text, **given, out_shape=(N, F))  # type: ignore[arg-type]
     (got,) = torch.autograd.grad(10 * out.sum(), (x,), retain_graph=True)
     both = torch.autograd.grad(10 * out.sum(), (x, v))
-    assert not got.any() and not both[0].any() and once == ["common[e,f] = exp(x[s[e],f])"]
+    assert not got.any() and not both[0].any() and together
 
 
 def test_a_variable_of_any_name() -> None:
