@@ -518,6 +518,27 @@ def test_rows_that_several_index_tensors_choose(width: tuple[int, ...]) -> None:
             assert torch.equal(operations.rows_at(x, indices), x[indices])
     none = torch.zeros(0, dtype=torch.int64)
     assert operations.rows_at(wide, (none, none)).shape == (0, 4, *width)
+    one = torch.tensor(2), torch.tensor(1), torch.tensor(3)
+    assert torch.equal(operations.rows_at(wide, one), wide[one])
+
+
+@pytest.mark.parametrize("width", [(), (4,), (2, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
+def test_rows_that_several_index_tensors_add_to(width: tuple[int, ...], dtype: torch.dtype) -> None:
+    for moved in (False, True):
+        wide = torch.zeros(3, 5, 4, *width, dtype=dtype)
+        wide = wide.transpose(0, 1).contiguous().transpose(0, 1) if moved else wide
+        i, j, k = torch.randint(0, 3, (2, 1)), whole(5, 6), whole(4, 6).int()
+        for indices in ((i, j), (i, j, k), (i.int(), j), (torch.tensor(2), torch.tensor(1))):
+            at = torch.broadcast_shapes(*(index.shape for index in indices))
+            values = (10 * torch.randn(*at, *wide.shape[len(indices) :])).to(dtype)
+            found, want = wide.clone(), wide.clone()
+            assert operations.add_at(found, indices, values, accumulate=True) is found
+            want.index_put_(indices, values, accumulate=True)
+            torch.testing.assert_close(found, want)
+            repeated = values.new_ones(()).expand(values.shape)
+            operations.add_at(found, indices, repeated, accumulate=True)
+            torch.testing.assert_close(found, want.index_put_(indices, repeated, accumulate=True))
 
 
 def test_products_of_small_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -881,6 +902,40 @@ def test_columns_are_not_moved_for_the_few_that_are_read(monkeypatch: pytest.Mon
             "v": real(FLOATS[0], 500),
         }
         assert way_of(Statement("", text, lambda d: {}, options), values) == way
+
+
+def test_columns_that_are_picked_are_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as are read: torch picks along any dimension. Sums of many are worth moving them."""
+    monkeypatch.setattr(pattern_axes, "MOST_POINTS", 0)
+    x, t, w = torch.randn(20, 30), whole(30, 40), torch.randn(40)
+    values = {"x": x, "t": t, "w": w}
+    for text, way in (("y[b,p] = x[b,t[p]] * w[p]", ""), ("w[p] = y[b,p] * x[b,t[p]]", "")):
+        given = values if text[0] == "y" else {"x": x, "t": t, "y": torch.randn(20, 40)}
+        assert way_of(Statement("", text, lambda d: {}), given) in (way, "chunks")
+    d, s = whole(4, 500), whole(30, 500)
+    edges = {"x": x, "d": d, "s": s, "v": torch.randn(500)}
+    text, options = "y[b,d[e]] = v[e] * x[b,s[e]]", {"out_shape": (20, 4)}
+    assert way_of(Statement("", text, lambda d: {}, options), edges) == "rows"
+    found = insum.insum(text, **edges, **options)
+    torch.testing.assert_close(found, torch.zeros(20, 4).index_add(1, d, x[:, s] * edges["v"]))
+
+
+def test_numbers_out_of_order_are_scattered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sparse matrix of one column is quicker only where entries lie in the order of its rows."""
+    text, v, x = "y[i[p]] = v[p] * x[j[p]]", torch.randn(300), torch.randn(40)
+    added: list[int] = []
+    original = operations.add_rows
+    monkeypatch.setattr(operations, "add_rows", lambda *given: added.append(1) or original(*given))
+    monkeypatch.setattr("insum.graph.lower._graphs", {})
+    operations._with_operations.cache_clear()
+    for rows_, times in ((torch.arange(300) // 8, 0), (whole(40, 300), 1)):
+        j = whole(40, 300)
+        for _ in range(2):
+            added.clear()
+            found = insum.insum(text, v=v, x=x, i=rows_, j=j, out_shape=(40,))
+            torch.testing.assert_close(found, torch.zeros(40).index_add(0, rows_, v * x[j]))
+            assert len(added) == times
+    operations._with_operations.cache_clear()
 
 
 def test_a_pattern_of_integers_meets_any_dtype() -> None:

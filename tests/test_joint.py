@@ -98,6 +98,18 @@ def test_what_is_gathered_and_computed_twice_is_so_once(together: list[JointGrap
     assert operations(found, "index_select") == 3 and operations(found, "tanh") <= 1
 
 
+def test_a_product_that_another_needs_transposed_is_made_once(together: list[JointGraph]) -> None:
+    w, x = torch.randn(40, dtype=torch.float64), torch.randn(40, 6, dtype=torch.float64)
+    leaves = [w.requires_grad_(), x.requires_grad_()]
+    upstream = torch.randn(6, 6, dtype=torch.float64)
+    out = insum.insum("C[i,j] = w[n] * X[n,i] * X[n,j]", w=w, X=x)
+    got = torch.autograd.grad(out, leaves, upstream)
+    want = torch.autograd.grad(torch.einsum("n,ni,nj->ij", w, x, x), leaves, upstream)
+    for one, other in zip(got, want):
+        torch.testing.assert_close(one, other)
+    assert operations(together[-1], "einsum") < len(together[-1].members)
+
+
 def test_one_gradient_alone_is_no_graph_of_several(together: list[JointGraph]) -> None:
     results("y[d[e],f] = relu(x[s[e],f] + w[e,f])", drawn(torch.float32), "x")
     assert not together

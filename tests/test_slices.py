@@ -80,6 +80,8 @@ def test_gradients(statement: str, small: None) -> None:
     [
         ("y[i,c,j] = x[c,2*i+a,j+b+1]", (4, 12, 9), (5, 4, 6)),
         ("y[c,i+a,2*j+b] = x[i,j,c]", (5, 6, 3), (3, 7, 12)),
+        ("y[c,i,j] = x[i+a+1,2*j+b,c]", (8, 8, 9), (9, 5, 4)),
+        ("y[j,c] = x[2,j+2*a+b,c]", (3, 15, 10), (10, 10)),
     ],
 )
 def test_windows_of_one_tensor(
@@ -90,6 +92,9 @@ def test_windows_of_one_tensor(
     assert "slices" in str(insum.explain(text, x=x, **options))
     found = insum.insum(text, x=x, **options)
     assert_close(found, oracle(text, {"x": x}, sizes={"a": 3, "b": 2, "y": out_shape}))
+    apart = torch.randn([3 * n for n in shape]).to(dtype)[tuple(slice(1, None, 3) for _ in shape)]
+    apart.copy_(x)
+    torch.testing.assert_close(insum.insum(text, x=apart, **options), found)
     if dtype is torch.float64:
         call = lambda x: insum.insum(text, x=x, **options)
         assert torch.autograd.gradcheck(call, x.requires_grad_())

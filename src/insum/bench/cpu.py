@@ -1,6 +1,6 @@
 """``insum bench cpu``: statements on a CPU beside what PyTorch and e3nn have for the job there:
 sparse times dense, sparse convolution, tensor products of rows and along edges, windows over dense
-tensors; forward, and with gradients.
+tensors, and the statements of ``insum bench survey``; forward, and with gradients.
 
 Contenders take turns, and each is called once before it is timed, so that nobody pays for what
 another has left in caches and in the allocator. Results are compared with float64 references first.
@@ -10,6 +10,7 @@ A ratio is the median over all turns of the rival's time by ours: above 1 we are
 from __future__ import annotations
 
 import contextlib
+import itertools
 import statistics
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,14 +21,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from insum.bench import conv, data, equivariant, spmm, tensor_product
+import insum
+from insum.bench import conv, data, equivariant, spmm, survey, tensor_product
 from insum.bench.gallery import Exhibit
 from insum.bench.measure import ReadyContender, Results, in_turns, once, relative_error
 from insum.bench.records import BOTH, FORWARD
 from insum.bench.study import Study
+from insum.bench.survey_tensors import SurveyTensors
 
 CPU = torch.device("cpu")
-APPLICATIONS = ("spmm", "conv", "tensor-product", "equivariant", "windows")
+APPLICATIONS = ("spmm", "conv", "tensor-product", "equivariant", "windows", "survey")
 DIRECTIONS = (FORWARD, BOTH)
 #: None of these was looked at while the ways of a CPU were chosen.
 GRAPHS, COLUMNS = ("PROTEINS_full", "c-46", "ego-twitter"), (16, 96, 128)
@@ -36,6 +39,8 @@ MOST_VOXELS, ITEMS = 20_000, 400
 PRODUCTS = ((1, 16), (1, 64), (2, 24), (3, 8))
 #: Degree, channels, edges.
 EDGES = ((1, 64, 2_000), (2, 32, 2_000), (2, 32, 10_000), (3, 16, 2_000))
+#: Rows, entries and tokens of the statements of the survey.
+SURVEYED = 4_000, 40_000, 409
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,16 @@ def cases(study: Study) -> Iterator[CpuCase]:
             yield from edge_cases(degree, channels, edges)
     if "windows" in wanted:
         for exhibit in [*windows(), *convolutions()][:most]:
-            yield from window_cases(exhibit)
+            yield from exhibit_cases("windows", exhibit, "torch convolution")
+    if "survey" in wanted:
+        named = SurveyTensors(data.RandomTensors(CPU), *SURVEYED)
+        given = named.drawn(study.options.drawn)
+        exhibits = (exhibit for group in survey.GROUPS for exhibit in group(given))
+        for exhibit in itertools.islice(exhibits, most):
+            for tensor in exhibit.tensors.values():
+                if not tensor.is_floating_point():
+                    insum.unchanging(tensor)
+            yield from exhibit_cases("survey", exhibit, "torch, eager")
 
 
 def conv_cases(name: str, voxels: Tensor, channels: int) -> Iterator[CpuCase]:
@@ -207,13 +221,13 @@ def convolutions() -> list[Exhibit]:
     ]
 
 
-def window_cases(exhibit: Exhibit) -> Iterator[CpuCase]:
-    for direction in DIRECTIONS:
+def exhibit_cases(application: str, exhibit: Exhibit, rival: str) -> Iterator[CpuCase]:
+    for direction in DIRECTIONS if exhibit.leaves else (FORWARD,):
         found = {
             "insum": exhibit.ready(exhibit.ours, direction),
-            "torch convolution": exhibit.ready(exhibit.of(exhibit.formula), direction),
+            rival: exhibit.ready(exhibit.of(exhibit.formula), direction),
         }
-        yield CpuCase("windows", exhibit.name, direction, found, exhibit.want(direction))
+        yield CpuCase(application, exhibit.name, direction, found, exhibit.want(direction))
 
 
 def beside_e3nn(application: str, label: str, bench: Any, given: Any) -> Iterator[CpuCase]:

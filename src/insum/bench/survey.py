@@ -8,7 +8,6 @@ for them. Indices come back, as in the gallery, whose exhibits these are too.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -53,8 +52,4 @@ def cases(options: BenchOptions) -> Iterator[Comparison]:
 
 def _given(options: BenchOptions, dtype: torch.dtype) -> SurveyTensors:
     n, e, t = sizes_here(options, 40_000, 400_000, 8192)
-    named = SurveyTensors(RandomTensors(options.device, dtype), n, e, t)
-    if options.drawn is None:
-        return named
-    around = replace(named, sizes=random.Random(options.drawn))
-    return replace(around, n=around.about(n), e=around.about(e), t=around.about(t))
+    return SurveyTensors(RandomTensors(options.device, dtype), n, e, t).drawn(options.drawn)

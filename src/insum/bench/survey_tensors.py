@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,6 +23,15 @@ class SurveyTensors:
     e: int
     t: int
     sizes: random.Random | None = None
+
+    def drawn(self, seed: int | None) -> SurveyTensors:
+        """The same with sizes around these, drawn by a seed where there is one."""
+        if seed is None:
+            return self
+        around = replace(self, sizes=random.Random(seed))
+        return replace(
+            around, n=around.about(self.n), e=around.about(self.e), t=around.about(self.t)
+        )
 
     def about(self, size: int) -> int:
         """A size as it is named, or one between half and twice of it, half of them of eights."""

@@ -341,8 +341,11 @@ class Evaluator:
             if len(left) == 1 and self._of_many_vectors(
                 [left[0], replace(first, vars=result)], kept
             ):
+                # as what is multiplied lies in memory; torch sums along what is not innermost
                 inner = [v for v in kept if v in result][-1:]
-                result = (*(v for v in result if v not in inner), *inner)
+                lying = sorted([first, second], key=lambda f: -len(f.vars))
+                outer = [v for v in _variables(lying) if v in result and v not in inner]
+                result = (*outer, *inner)
             two = [first, second]
             is_sum = self._of_many_vectors(two, result) or self._is_pointwise(two, result)
             left.append((self._multiplied if is_sum else self._einsum)(two, result, dtype))

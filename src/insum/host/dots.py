@@ -104,4 +104,7 @@ def dots_of(roles: HostRoles) -> Dots | None:
         return None  # a product of matrices, or one of two numbers for each point
     if all(MANY_PAIRS * _picked(roles, side) <= roles.count for side in roles.wide):
         return None  # rows that are picked, and then meet each other: products of matrices
+    moved = sum(side.count for side in roles.wide if side.is_moved(roles.shared[0, 1]))
+    if roles.count < moved:
+        return None  # what would have to be laid side by side first is more than what is read
     return Dots(roles, finish_of(roles), ("dots", *roles.key), roles.sizes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from string import ascii_letters
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from insum.graph.lower import Lowered, live_terms
 from insum.graph.value import meeting_dtype
 from insum.host import chunks
 from insum.host.by_row import ByRow
-from insum.host.operations import add_at, add_rows, lower_on_host
+from insum.host.operations import add_at, add_rows, einsum, lower_on_host
 from insum.host.places import Lowering
 from insum.host.roles import FLOATS, cast
 from insum.lang.bind import Problem, Value
@@ -31,6 +32,7 @@ _VIEW_FUNCTIONS = {
     *(torch.arange, torch.diagonal, torch.flatten, torch.narrow, torch.permute, torch.select),
     *(torch.squeeze, torch.unflatten, torch.unsqueeze),
 }
+_EINSUMS = {torch.einsum, einsum}
 _COMMUTATIVE = {torch.add, torch.mul}
 _MAKERS = {torch.zeros, torch.full, torch.empty}
 
@@ -243,7 +245,8 @@ def merged_graphs(graphs: Sequence[Lowered]) -> MergedGraphs:
             else:
                 copied[node] = found = _copied(node, merged, copied, known)
                 if not _is_view(node):
-                    users.setdefault(found, set()).add(number)
+                    source = found.args[0] if found.target is torch.permute else found
+                    users.setdefault(source, set()).add(number)  # type: ignore[arg-type]
     merged.output(results)
     module = GraphModule(torch.nn.Module(), merged, class_name="Insum")
     shared = [who for who in users.values() if len(who) > 1]
@@ -269,11 +272,33 @@ def _copied(
     kwargs = torch.fx.map_arg(node.kwargs, copied.__getitem__)
     if node.target in _COMMUTATIVE and not kwargs:
         args = tuple(sorted(args, key=repr))
+    if node.target in _EINSUMS:
+        return _einsum(node.target, args, into, known)
     key = node.op, node.target, repr(args), repr(kwargs)
     found = known.get(key)
     if found is None:
         found = known[key] = into.node_copy(node, copied.__getitem__)
     return found
+
+
+def _einsum(target: Any, args: Any, into: Graph, known: dict[object, Node]) -> Node:
+    """A product of tensors: that of an equal one, its dimensions in another order where that was
+    asked for.
+    """
+    equation, *operands = args
+    left, kept = equation.split("->")
+    letters = dict.fromkeys(left.replace(",", ""))
+    spelt = str.maketrans({letter: ascii_letters[k] for k, letter in enumerate(letters)})
+    key = "einsum", left.translate(spelt), repr(operands), "".join(sorted(kept.translate(spelt)))
+    own = kept.translate(spelt)
+    found = known.get(key)
+    if found is None:
+        found = known[key] = into.call_function(target, tuple(args))
+        found.meta["order"] = own
+    before = found.meta["order"]
+    if before == own:
+        return found
+    return into.call_function(torch.permute, (found, tuple(before.index(v) for v in own)))
 
 
 def _writes(node: Node) -> bool:

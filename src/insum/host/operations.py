@@ -73,7 +73,7 @@ def rows_at(tensor: Tensor, indices: tuple[Tensor, ...]) -> Tensor:
     if at is None:
         return tensor[indices]
     rows = tensor.flatten(0, len(indices) - 1).index_select(0, at.reshape(-1))
-    return rows.view(*at.shape, *rows.shape[1:])
+    return rows.view((*at.shape, *rows.shape[1:]))
 
 
 def add_at(
@@ -90,8 +90,8 @@ def add_at(
     if at is None:
         return tensor.index_put_(indices, values, accumulate=accumulate)
     rows = tensor.flatten(0, len(indices) - 1)
-    values = values.expand(*at.shape, *rows.shape[1:])
-    add_rows(rows, 0, at.reshape(-1), values.reshape(-1, *rows.shape[1:]))
+    values = values.expand((*at.shape, *rows.shape[1:]))
+    add_rows(rows, 0, at.reshape(-1), values.reshape((at.numel(), *rows.shape[1:])))
     return tensor
 
 

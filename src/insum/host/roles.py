@@ -66,6 +66,11 @@ class Side:
             return whole
         return whole.permute(sorted(range(len(order)), key=order.__getitem__)).contiguous()
 
+    def is_moved(self, *groups: tuple[str, ...]) -> bool:
+        """Whether `matrices` makes a copy."""
+        order = self.order(groups)
+        return order != tuple(range(len(order)))
+
     def order(self, groups: tuple[tuple[str, ...], ...]) -> tuple[int, ...]:
         at = dict(self.columns)
         return (*self.rows, *[at[name] for group in groups for name in group])

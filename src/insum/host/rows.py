@@ -13,13 +13,20 @@ from torch import Tensor
 from insum.compat.tensors import empty
 from insum.host.arguments import HostCall
 from insum.host.library import has_library, hide_beta_warning
-from insum.host.parts import Weights, weights_of
+from insum.host.operations import lower_on_host
+from insum.host.parts import SubProblem, Weights, weights_of
 from insum.host.places import RowSegments, places_of, segments
 from insum.host.roles import HostRoles, are_dense, one_column
+from insum.lang.expr import variables
 
 #: Measured. In float64 bags have no vector code, and in float32 the library's product is quicker
 #: than they are up to so many columns. What torch has without the library never is.
 _NARROW = 16
+#: Points of a row that is moved, as it is read or as a result, from which on that is worth it:
+#: where they are read and written, or summed on the way, too. Measured.
+LEAST_OF_MOVED, LEAST_OF_SUMMED = 3, 1
+#: Points of a row below which numbers are scattered one by one as quickly as they are put in order.
+MANY_OF_A_ROW = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,6 +37,8 @@ class ScaledRows:
     weights: Weights
     key: tuple[object, ...]
     dtype: torch.dtype
+    #: What is quicker where points do not lie in the order of their rows.
+    out_of_order: SubProblem | None = None
     name = "rows"
     why = "a sum of scaled rows is a sparse matrix (CSR, kept with the index tensors) times a dense"
 
@@ -42,6 +51,8 @@ class ScaledRows:
         roles, weights, (side,) = self.roles, self.weights, self.roles.wide
         columns = roles.shared[-1, 0]
         found = call.kept(self.key, lambda: self.made(call))
+        if found.take is not None and self.out_of_order is not None:
+            return self.out_of_order(call.indices())
         dense: Any = call.values[side.access.tensor]
         if dense.dtype is not self.dtype:
             dense = dense.to(self.dtype)
@@ -64,7 +75,8 @@ class ScaledRows:
 
 
 def rows_of(roles: HostRoles) -> ScaledRows | None:
-    roles = one_column(roles) or roles
+    column = one_column(roles)
+    roles = column or roles
     if len(roles.wide) != 1 or set(roles.shared) != {(-1, 0)}:
         return None
     if are_dense(roles.sides) or _is_selection(roles) or _is_moved(roles):
@@ -72,8 +84,10 @@ def rows_of(roles: HostRoles) -> ScaledRows | None:
     few = roles.target.count <= roles.count // 2
     if roles.width((-1, 0)) == 1 and not (few and not are_dense(roles.wide)):
         return None  # numbers that are summed as they lie, or hardly at all
-    weights = weights_of(roles)
-    return ScaledRows(roles, weights, ("rows", *roles.key), _dtype(roles, weights))
+    weights, otherwise = weights_of(roles), None
+    if column is not None and roles.count < MANY_OF_A_ROW * roles.target.count:
+        otherwise = SubProblem(roles.problem, lower_on_host(roles.problem))
+    return ScaledRows(roles, weights, ("rows", *roles.key), _dtype(roles, weights), otherwise)
 
 
 def _is_selection(roles: HostRoles) -> bool:
@@ -83,10 +97,13 @@ def _is_selection(roles: HostRoles) -> bool:
 
 
 def _is_moved(roles: HostRoles) -> bool:
-    """Whether rows would have to be laid side by side first, and are more than are read."""
-    (side,) = roles.wide
-    order = side.order((roles.shared[-1, 0],))
-    return order != tuple(range(len(order))) and side.count > roles.count
+    """Whether rows would have to be laid side by side first, or moved to their places then, and
+    that is much of what there is to do.
+    """
+    columns = roles.shared[-1, 0]
+    moved = sum(s.count for s in (roles.target, *roles.wide) if s.is_moved(columns))
+    is_sum = not {*roles.points} <= {*variables(roles.target.access)}
+    return roles.count < moved * (LEAST_OF_SUMMED if is_sum else LEAST_OF_MOVED)
 
 
 def _dtype(roles: HostRoles, weights: Weights) -> torch.dtype:
