@@ -89,7 +89,7 @@ def at_once(
     for number in numbers:
         call, given = calls[number], values[number]
         call.look_now(given)
-        every |= call.wrapped(given) if call.prepared.form.wraps else given
+        every |= given
     for number, result in zip(numbers, graph(every)):
         found[number] = result
     return found
@@ -104,7 +104,7 @@ def _joint(
     alone = [
         k
         for k, (call, given) in enumerate(zip(calls, values))
-        if call.prepared.on_host and not _is_staged(call, given)
+        if call.prepared.on_host and not _is_apart(call, given)
     ]
     problems = [calls[k].problem(values[k]) for k in alone]
     ways = [lowering(calls[k], "new", values[k]) for k in alone]
@@ -112,8 +112,12 @@ def _joint(
     return None if found is None else (found[0], tuple(alone[k] for k in found[1]))
 
 
-def _is_staged(call: BoundCall, values: Mapping[str, Value]) -> bool:
-    return call.prepared.orderable and bool(call.staged(values, in_place=False))
+def _is_apart(call: BoundCall, values: Mapping[str, Value]) -> bool:
+    """Whether a call is several statements, or counts from the end of what its indices lead to,
+    which may be another tensor in each.
+    """
+    several = call.prepared.orderable and bool(call.staged(values, in_place=False))
+    return several or bool(call.prepared.form.wraps)
 
 
 def lowering(call: BoundCall, mode: str, values: Mapping[str, Value]) -> Lowering | None:

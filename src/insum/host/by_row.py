@@ -84,6 +84,8 @@ def by_row_of(problem: Problem) -> ByRow | None:
         return None
     if at > 0 and int(problem.shape[at]) > int(problem.extents[order[0]]):
         return None  # most rows are empty, and all of them would be moved to their places
+    if at > 0 and isinstance(problem.statement.value, Access):
+        return None  # so would be what is read: torch adds up along any dimension
     key = "by row", int(problem.shape[at]), index.tensor in problem.padded
     return ByRow(problem, values, lower_on_host(values), index, at, key)
 

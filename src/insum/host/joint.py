@@ -19,7 +19,13 @@ from insum.graph.lower import Lowered, live_terms
 from insum.graph.value import meeting_dtype
 from insum.host import chunks
 from insum.host.by_row import ByRow
-from insum.host.operations import add_at, add_rows, einsum, lower_on_host
+from insum.host.operations import (
+    add_at,
+    add_rows,
+    einsum,
+    einsum_without_library,
+    lower_on_host,
+)
 from insum.host.places import Lowering
 from insum.host.roles import FLOATS, cast
 from insum.lang.bind import Problem, Value
@@ -32,7 +38,7 @@ _VIEW_FUNCTIONS = {
     *(torch.arange, torch.diagonal, torch.flatten, torch.narrow, torch.permute, torch.select),
     *(torch.squeeze, torch.unflatten, torch.unsqueeze),
 }
-_EINSUMS = {torch.einsum, einsum}
+_EINSUMS = {torch.einsum, einsum, einsum_without_library}
 _COMMUTATIVE = {torch.add, torch.mul}
 _MAKERS = {torch.zeros, torch.full, torch.empty}
 

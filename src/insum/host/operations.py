@@ -47,8 +47,8 @@ def _with_operations(lowered: Lowered, library: bool) -> Lowered:
 
 def _operation(node: Node, library: bool) -> Callable[..., Tensor] | None:
     """What is called instead."""
-    if node.target is torch.einsum and len(node.args) == 3 and not library:
-        return einsum
+    if node.target is torch.einsum and len(node.args) == 3:
+        return einsum if library else einsum_without_library
     if node.target is operator.getitem and isinstance(node.args[1], tuple):
         is_rows = len(node.args[1]) > 1 and all(isinstance(i, Node) for i in node.args[1])
         return rows_at if is_rows else None
@@ -167,16 +167,74 @@ def _batched_product(equation: str) -> _BatchedProduct | None:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _PlainProduct:
+    """A product of two matrices, or two batches of them, or of a matrix and a vector, as they are
+    or transposed; ``swapped``: the second stands first.
+    """
+
+    multiply: Callable[[Tensor, Tensor], Tensor]
+    swapped: bool
+    first_transposed: bool
+    second_transposed: bool
+
+    def __call__(self, a: Tensor, b: Tensor) -> Tensor:
+        first, second = (b, a) if self.swapped else (a, b)
+        if self.first_transposed:
+            first = first.mT
+        if self.second_transposed:
+            second = second.mT
+        return self.multiply(first, second)
+
+
+@lru_cache(maxsize=MOST_GRAPHS)
+def _plain_product(equation: str) -> _PlainProduct | None:
+    """None where something else is to be done.
+
+    >>> _plain_product("ij,kj->ki").swapped, _plain_product("bij,bkj->bik").second_transposed
+    (True, True)
+    >>> _plain_product("ijk,kj->i")
+    """
+    left, kept = equation.split("->")
+    first, second = left.split(",")
+    if len(second) > len(first) or kept[:1] in second and kept[:1] not in first:
+        swapped, first, second = True, second, first
+    else:
+        swapped = False
+    batch = kept[:1] if kept[:1] and kept[:1] == first[:1] == second[:1] else ""
+    first, second, kept = (names.removeprefix(batch) for names in (first, second, kept))
+    summed = {*first} & {*second}
+    if len(summed) != 1 or summed & {*kept} or len(first) != 2 or len({*first}) != 2:
+        return None
+    if sorted({*first, *second} - summed) != sorted(kept) or kept[:1] not in first:
+        return None
+    (inner,) = summed
+    turned = first[0] == inner
+    if len(second) == 1 and not batch:
+        return _PlainProduct(torch.mv, swapped, turned, False)
+    if len(second) != 2 or len(kept) != 2:
+        return None
+    return _PlainProduct(
+        torch.bmm if batch else torch.mm, swapped, turned, second_transposed=second[1] == inner
+    )
+
+
 def einsum(equation: str, a: Tensor, b: Tensor) -> Tensor:
-    """`torch.einsum` of two.
+    """`torch.einsum` of two, which takes several times as long to find out what to do.
 
     >>> a, b = torch.ones(5, 2, 3), torch.ones(5, 4, 3)
     >>> einsum("bij,bkj->bik", a, b).shape
     torch.Size([5, 2, 4])
     """
+    plain = _plain_product(equation)
+    return torch.einsum(equation, a, b) if plain is None else plain(a, b)
+
+
+def einsum_without_library(equation: str, a: Tensor, b: Tensor) -> Tensor:
+    """The same, of many small products in one call."""
     way = _batched_product(equation)
     if way is None or a.dtype is not b.dtype or a.dtype not in _FLOATS:
-        return torch.einsum(equation, a, b)
+        return einsum(equation, a, b)
     one, other = (b, a) if way.swapped else (a, b)
     first, second = one.detach().permute(way.first), other.detach().permute(way.second)
     ends = way.batch + way.rows
@@ -184,7 +242,7 @@ def einsum(equation: str, a: Tensor, b: Tensor) -> Tensor:
     n = second.shape[second.ndim - way.columns :]
     count, rows, inner, columns = prod(outer), prod(m), prod(summed), prod(n)
     if rows * inner * columns > MOST_PRODUCT or a.is_neg() or b.is_neg():
-        return torch.einsum(equation, a, b)
+        return einsum(equation, a, b)
     left = first.reshape(count, rows, inner).numpy()
     right = second.reshape(count, inner, columns).numpy()
     with numpy.errstate(all="ignore"):  # infinities are as good as they are in torch
