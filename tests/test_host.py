@@ -920,6 +920,17 @@ def test_columns_that_are_picked_are_not_moved(monkeypatch: pytest.MonkeyPatch) 
     torch.testing.assert_close(found, torch.zeros(20, 4).index_add(1, d, x[:, s] * edges["v"]))
 
 
+def test_what_is_kept_knows_which_tensor_is_a_side() -> None:
+    """An integer tensor is none: then the columns of another one are what entries have."""
+    d, s, t = torch.randint(30, (3, 400)).unbind()
+    z, wide, whole_ = torch.randn(30), torch.randn(30), torch.randint(5, (30,))
+    for order in (torch.arange(400), d.argsort()):
+        places_ = {"d": d[order], "s": s[order], "t": t[order]}
+        for x in (wide, wide, whole_, wide):
+            found = insum.insum("y[d[e]] = x[s[e]] * z[t[e]]", **places_, x=x, z=z, out_shape=(30,))
+            torch.testing.assert_close(found, torch.zeros(30).index_add(0, d, x[s] * z[t]))
+
+
 def test_numbers_out_of_order_are_scattered(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sparse matrix of one column is quicker only where entries lie in the order of its rows."""
     text, v, x = "y[i[p]] = v[p] * x[j[p]]", torch.randn(300), torch.randn(40)

@@ -110,6 +110,20 @@ def test_a_product_that_another_needs_transposed_is_made_once(together: list[Joi
     assert operations(together[-1], "einsum") < len(together[-1].members)
 
 
+def test_parts_are_of_a_variable_that_runs_through_all_that_is_made(
+    together: list[JointGraph],
+) -> None:
+    """Else all would be gathered anew for every part."""
+    values = drawn(torch.float32)
+    values["b"] = torch.randn(3 * E)
+    given = {n: values[n] for n in "sdxvb"}
+    leaves = [given[n].requires_grad_() for n in "xv"]
+    text = "y[d[e],f] = silu(x[s[e],f] * v[e]) * b[z]"
+    out = insum.insum(text, **given, out_shape=(N, F), optimize=False)  # type: ignore[arg-type]
+    torch.autograd.grad(out.sum(), leaves)
+    assert all(found.var == "e" for found in together)
+
+
 def test_one_gradient_alone_is_no_graph_of_several(together: list[JointGraph]) -> None:
     results("y[d[e],f] = relu(x[s[e],f] + w[e,f])", drawn(torch.float32), "x")
     assert not together

@@ -472,6 +472,19 @@ def test_torch_func() -> None:
     torch.testing.assert_close(jacrev(jacrev(f))(a, b[0]), jacrev(jacrev(plain))(a, b[0]))
 
 
+@pytest.mark.parametrize("operator", ["=", "max="])
+def test_what_torch_func_gives_is_called_after_its_transform(operator: str) -> None:
+    s, x = torch.randint(9, (20,)), torch.randn(9, 16, dtype=torch.float64)
+    text = f"y[s[e],f] {operator} x[s[e],f] * x[s[e],f]"
+    call = lambda x: insum.insum(text, x=x, s=s, out_shape=(9, 16))
+    y, pull = torch.func.vjp(call, x)
+    upstream = torch.randn_like(y)
+    leaf = x.clone().requires_grad_()
+    (want,) = torch.autograd.grad(call(leaf), leaf, upstream)
+    for _ in range(2):
+        torch.testing.assert_close(pull(upstream)[0], want)
+
+
 def test_torch_func_maximum() -> None:
     values = tensors()
     f = lambda c: insum.insum("C[D[y],x] max= A[y,E[r]] * B[r,x]", C=c * 1, **values)

@@ -82,6 +82,8 @@ def test_gradients(statement: str, small: None) -> None:
         ("y[c,i+a,2*j+b] = x[i,j,c]", (5, 6, 3), (3, 7, 12)),
         ("y[c,i,j] = x[i+a+1,2*j+b,c]", (8, 8, 9), (9, 5, 4)),
         ("y[j,c] = x[2,j+2*a+b,c]", (3, 15, 10), (10, 10)),
+        ("y[i,a,c] = x[i+a+b,c]", (12, 9), (9, 3, 9)),
+        ("y[i,c] = x[i-a+b+2,c]", (12, 9), (9, 9)),
     ],
 )
 def test_windows_of_one_tensor(
@@ -98,6 +100,21 @@ def test_windows_of_one_tensor(
     if dtype is torch.float64:
         call = lambda x: insum.insum(text, x=x, **options)
         assert torch.autograd.gradcheck(call, x.requires_grad_())
+
+
+def test_windows_that_nothing_sums(small: None) -> None:
+    """Read as they are, as a new tensor; added in place; and written back."""
+    x, sizes = torch.randn(94, 16), {"i": 90, "a": 5}
+    want = x.unfold(0, 5, 1).permute(0, 2, 1)
+    found = insum.insum("y[i,a,f] = x[i+a,f]", x=x, sizes=sizes)
+    assert torch.equal(found, want)
+    assert found.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+    into = torch.ones(90, 5, 16)
+    insum.insum("y[i,a,f] += x[i+a,f]", y=into, x=x)
+    torch.testing.assert_close(into, want + 1)
+    z = torch.randn(90, 5, 16, dtype=torch.float64, requires_grad=True)
+    call = lambda z: insum.insum("y[i+a,f] = z[i,a,f]", z=z, out_shape=(94, 16))
+    assert torch.autograd.gradcheck(call, z, fast_mode=True)
 
 
 @pytest.mark.parametrize("seed", range(60))

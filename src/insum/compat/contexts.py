@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -126,6 +126,16 @@ def without_levels(values: Tensor) -> Tensor:
     except AttributeError:
         pass
     return values
+
+
+def outlived(tensors: Sequence[Any]) -> Sequence[Any]:
+    """Tensors that a transform of torch.func wrapped, as they are after its end: what was saved
+    inside may be asked for later, as by the function that `torch.func.vjp` gives.
+    """
+    unwrap: Any = getattr(getattr(torch._C, "_functorch", None), "unwrap_if_dead", None)
+    if unwrap is None or torch.compiler.is_compiling():
+        return tensors
+    return [unwrap(one) if isinstance(one, Tensor) else one for one in tensors]
 
 
 def device_of(tensor: Tensor) -> AbstractContextManager[object]:

@@ -24,6 +24,8 @@ from insum.lang.expr import Access, Call, Expr, Product, Sum, accesses, variable
 #: Bytes of the largest intermediate that are made at a time; and multiplications of a number of it
 #: from which on it does not matter that it leaves the cache, measured.
 AT_ONCE, LEAST_REUSE = 1 << 20, 8
+#: How many times less may be made again for every part.
+PARTS = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,6 +122,15 @@ def most_at_once(problem: Problem) -> int:
     """Bytes of the largest intermediate of the graph."""
     extents = {v: int(n) for v, n in problem.extents.items()}
     return meeting_dtype(problem).itemsize * _volume(_largest(problem), extents)
+
+
+def runs_through(problem: Problem, var: str) -> bool:
+    """Whether a variable runs through all that the graph makes on its way, but for what is so small
+    that it may be made again for every part.
+    """
+    extents, wide = {v: int(n) for v, n in problem.extents.items()}, meeting_dtype(problem)
+    every = [vs for term in live_terms(problem) for vs in _intermediates(problem, term)]
+    return all(var in vs or PARTS * wide.itemsize * _volume(vs, extents) <= AT_ONCE for vs in every)
 
 
 def _largest(problem: Problem) -> frozenset[str]:

@@ -201,10 +201,10 @@ def _parted(problems: Sequence[Problem]) -> tuple[str, int, dict[str, int]] | No
     """
     most = max(chunks.most_at_once(problem) for problem in problems)
     at_once = any(chunks.has_same_bits(problem.statement.value) for problem in problems)
-    if at_once or most <= 2 * chunks.AT_ONCE:
+    if most <= (MOST_AT_ONCE if at_once else 2 * chunks.AT_ONCE):
         return "", 1, {}
     extents = {v: int(n) for problem in problems for v, n in problem.extents.items()}
-    for var in sorted(extents, key=lambda v: -extents[v]):
+    for var in sorted(extents, key=lambda v: -extents[v]) if not at_once else ():
         dims = _dims(problems, var)
         if dims is not None and extents[var] > 1:
             return var, max(1, extents[var] * (chunks.AT_ONCE // 2) // most), dims
@@ -212,11 +212,13 @@ def _parted(problems: Sequence[Problem]) -> tuple[str, int, dict[str, int]] | No
 
 
 def _dims(problems: Sequence[Problem], var: str) -> dict[str, int] | None:
-    """Along which dimensions of tensors a variable runs in all statements alike."""
+    """Along which dimensions of tensors a variable runs in all statements alike; None where it does
+    not, or not through all that they make on their way.
+    """
     found: dict[str, int] = {}
     for problem in problems:
         own = chunks.dims_of(problem, var)
-        if own is None or var not in problem.extents:
+        if own is None or var not in problem.extents or not chunks.runs_through(problem, var):
             return None
         for name in problem.kinds:
             if found.setdefault(name, own[0].get(name, -1)) != own[0].get(name, -1):

@@ -112,11 +112,11 @@ class HostRoles:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What decides, besides index values, which rows the points pick. One text: it is made once
-        and knows its hash.
+        """What decides, besides index values, which rows the points pick: dtypes do, by what is a
+        side. One text: it is made once and knows its hash.
         """
-        shapes = [side.shape for side in self.sides]
-        return (f"{self.problem.statement} {self.sizes} {shapes}",)
+        sides = [(str(side.access), side.shape) for side in self.sides]
+        return (f"{self.problem.statement} {self.sizes} {sides}",)
 
     @property
     def sides(self) -> tuple[Side, ...]:

@@ -191,9 +191,12 @@ def _runs_behind(problem: Problem, every: Sequence[Access], loops: Sequence[str]
     """Whether windows of one tensor are summed, and what lies side by side in memory stays so."""
     if len(every) != 2 or any(index.var is None for index in every[0].indices):
         return False
-    last = every[1].indices[-1].var
-    wide = last is not None and last not in loops and last in variables(every[0])
-    return wide and int(problem.extents[str(last)]) >= LEAST_SIDE_BY_SIDE
+    kept, read = variables(every[0]), every[1]
+    last = read.indices[-1].var
+    if last is None or last in loops or last not in kept or {*problem.extents} <= {*kept}:
+        return False
+    forward = all(by > 0 for index in read.indices for by, _ in index.terms)
+    return forward and int(problem.extents[last]) >= LEAST_SIDE_BY_SIDE
 
 
 def dense_product(problem: Problem) -> list[Access] | None:

@@ -22,7 +22,7 @@ from insum.call.prepared import Kinds, kinds_of, prepare
 from insum.call.request import Form, Request, head
 from insum.compat.autograd import plain_apply, wanted_gradients
 from insum.compat.calls import autocasts, is_eager_call, is_plain_call, is_transformed, modes_now
-from insum.compat.contexts import without_autocast
+from insum.compat.contexts import outlived, without_autocast
 from insum.compat.many import any_batched, is_batched, over_items
 from insum.compat.placed import is_placed, is_recordable
 from insum.compat.tangents import forward_levels, with_tangent
@@ -410,6 +410,8 @@ def pull_back(
         return _pull_back_each(ctx, upstream, initial_needs, needs)
     saved, spec = ctx.saved_tensors, ctx.spec
     count, call = len(spec.names), spec.call
+    if call is None:
+        saved = outlived(saved)
     values = {**spec.numbers, **dict(zip(spec.names, saved[:count]))}
     result, held = (*saved[count:], None, None)[:2]
     wanted = list(compress(spec.names, needs))
