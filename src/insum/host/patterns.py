@@ -49,6 +49,8 @@ MOST_ELEMENTS = 1 << 20
 #: Measured, in multiplications of the dense statement: what a number that is gathered or scattered
 #: takes beside one that is written, and looking for the dense tensor and for what is not finite.
 GATHERING, STARTING = 3, 1 << 21
+#: As much of what a graph takes is surely less than that.
+SURELY = 0.9
 #: How many times fewer pairs of places there must be than two axes have for one axis to be better.
 WORTH_JOINING = 1.5
 #: Dense statements that are kept for one statement: patterns of other values may need others.
@@ -241,7 +243,7 @@ class Patterns:
 
     def steps(self, reduction: _Reduction) -> int:
         names = ("dense", *(f"table_{k}" for k in range(len(reduction.follows))))
-        return _steps(_dense(self.problem, self.term, self.pattern, reduction, names))
+        return _steps(_dense(self.problem, self.term, self.pattern, reduction, names), 1)
 
     @property
     def names(self) -> set[str]:
@@ -276,14 +278,16 @@ def _ones(rows: Tensor, count: int, columns: Tensor, width: int, dtype: torch.dt
     )
 
 
-def _steps(problem: Problem) -> int:
-    """What a product takes: the best order, and what is gathered for it."""
+def _steps(problem: Problem, gathering: int = GATHERING) -> int:
+    """What a product takes: the best order, and what is gathered for it; a pattern's own tables
+    gather few rows of each tensor, which stay in cache.
+    """
     (term,) = problem.terms
     factors = [variables(f) for f in term.factors]
     order = cheapest(factors, variables(problem.statement.target), problem.extents)
     found = [f for f in (problem.statement.target, *term.factors) if index_expressions((f,))]
     gathered = sum(extent_of(problem, variables(f)) for f in found)
-    return order.steps + GATHERING * WRITING * gathered
+    return order.steps + gathering * WRITING * gathered
 
 
 def _moved(problem: Problem, factors: Iterable[Expr], made: tuple[str, ...] = ()) -> int:
@@ -294,8 +298,9 @@ def _moved(problem: Problem, factors: Iterable[Expr], made: tuple[str, ...] = ()
 
 def _most_steps(problem: Problem, term: ProductTerm, otherwise: Lowering) -> int:
     """What the dense statement may take, so that it is not slower than the other way."""
-    points = extent_of(problem, term.variables)
-    return (otherwise.slowness * points or _steps(problem)) - STARTING
+    if otherwise.slowness:
+        return otherwise.slowness * extent_of(problem, term.variables) - STARTING
+    return int(SURELY * _steps(problem)) - STARTING
 
 
 def _least_steps(problem: Problem, term: ProductTerm, pattern: DensePattern) -> int:
