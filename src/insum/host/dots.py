@@ -18,7 +18,7 @@ from insum.host.rows import csr
 from insum.lang.expr import variables
 
 #: Points of a row that is picked from which on it is worth laying these side by side, measured.
-MANY_PAIRS = 16
+MANY_PAIRS = 12
 
 
 @dataclass(frozen=True, slots=True, eq=False)
