@@ -13,10 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import insum
 from insum.plan.questions import AskFacts, AskInside, Question
 from insum.runtime import inspection
 from insum.runtime.program import Program
 from insum.runtime.record import record_of
+from insum.testing.as_on_a_gpu import pretended
 from kernels import bound
 
 pytestmark = pytest.mark.interpreter
@@ -168,3 +170,29 @@ def test_padding_is_absent(name: str, sure: bool, strategy: str) -> None:
     there = given["K"] >= 0
     expected = summed(given["I"], given["V"] * given["B"][given["K"]], there)
     torch.testing.assert_close(found[1], expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("padded", ["d", "c", ""])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "y[p[d[e],c[e]],f] = x[e,f]",
+        "y[p[d[e],c[e]],f] max= x[e,f]",
+        "y[e,f] = v[p[d[e],c[e]],f] * x[e,f]",
+    ],
+)
+def test_an_index_of_several_is_read_where_all_are_in_range(text: str, padded: str) -> None:
+    """That one is padding says nothing of the range of the others, nor of its own."""
+    tensors = {
+        "d": torch.randint(0, 6, (40,)),
+        "c": torch.randint(0, 3, (40,)),
+        "p": torch.randint(0, 4, (6, 3)),
+        "x": torch.randn(40, 20),
+        "v": torch.randn(4, 20),
+    }
+    given = {name: t for name, t in tensors.items() if f"{name}[" in text}
+    given["d"][7] = 1000
+    with pretended():
+        insum.insum(text, **given, out_shape=(40 if text[2] == "e" else 4, 20), padded=(*padded,))
+        with pytest.raises(insum.IndexRangeError, match=r"d\[7\] is 1000"):
+            insum.synchronize()

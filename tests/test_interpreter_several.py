@@ -134,3 +134,42 @@ def test_looked_at_without_running() -> None:
     problem = bound("y[d[e],c[e],f] = x[e,f]", given("d[c[x["), {"y": (N, C, F)})
     look = inspection.elsewhere(problem, given("d[c[x["), architecture="sm_90")
     assert "row_0" in str(look.program())
+
+
+def test_as_many_places_in_dimensions_of_other_sizes() -> None:
+    """What is made of index tensors is kept for these sizes, not for how many places there are."""
+    tensors = given("d[c[x[")
+    tensors["d"] = tensors["d"] % 3
+    text, found = "y[d[e],c[e],f] = x[e,f]", []
+    torch.use_deterministic_algorithms(True)
+    try:
+        for shape in ((3, 8, F), (8, 3, F), (6, 4, F), (3, 8, F)):
+            y = insum.insum(text, **tensors, out_shape=shape)
+            want = torch.zeros(shape).index_put(
+                (tensors["d"], tensors["c"].long()), tensors["x"], accumulate=True
+            )
+            found.append(error(y, want))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert max(found) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "y[d[e],c[e],f] = p[d[e],f] * q[c[e],f]",
+        "y[d[e],c[e],f] = x[e,f] * r[d[e],c[e]]",
+        "y[d[e],c[e],f] mean= x[e,f]",
+    ],
+)
+def test_what_leads_there_is_read_as_well(text: str) -> None:
+    """Each index tensor in the order of the rows: none is taken for the other."""
+    more = {"p": torch.randn(N, F), "q": torch.randn(C, F), "r": torch.randn(N, C)}
+    tensors = {n: t for n, t in {**TENSORS, **more}.items() if f"{n}[" in text}
+    want = torch.from_numpy(oracle(text, tensors, sizes={"y": (N, C, F)}))
+    torch.use_deterministic_algorithms(True)
+    try:
+        y = insum.insum(text, **tensors, out_shape=(N, C, F))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert error(y, want) <= 1e-6

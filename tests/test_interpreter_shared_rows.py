@@ -259,3 +259,24 @@ def test_variables_are_named_alike_where_that_is_safe() -> None:
     assert named_alike(taken, [scatter]) == {}
     twice = parse("a[i] = g[d[i],j,j] * x[s[i],j]")  # two of its variables would be one
     assert named_alike(twice, [scatter]) == {}
+
+
+@pytest.mark.usefixtures("kernels_only")
+@pytest.mark.parametrize("rows_", [6, 3])
+def test_a_result_that_is_scattered_is_none_of_entries(rows_: int) -> None:
+    """Also where no two entries meet: the rest of it is zero."""
+    d, s = torch.tensor([2, 0, 1]) * (rows_ // 3), torch.tensor([1, 1, 2])
+    insum.unchanging(d)
+    insum.unchanging(s)
+    leaves = [torch.randn(n, requires_grad=True) for n in (rows_, 3)]
+    leaves.append(torch.randn(6, 20, requires_grad=True))
+    a, w, x = leaves
+    for _ in range(3):
+        y = insum.insum(
+            "y[d[e],f] = a[d[e]] * w[e] * x[s[e],f]", d=d, s=s, a=a, w=w, x=x, out_shape=(rows_, 20)
+        )
+        upstream = torch.randn_like(y)
+        got = torch.autograd.grad(y, leaves, upstream)
+        plain = torch.zeros(rows_, 20).index_add(0, d, (a[d] * w)[:, None] * x[s])
+        for one, other in zip(got, torch.autograd.grad(plain, leaves, upstream)):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)

@@ -175,12 +175,12 @@ class Reads:
         if any(m.axes == ("M", "K") for m in masks):  # a row beyond the last has no entries
             masks = [m for m in masks if m.axes != ("M",)]
         masks += self.inner_masks(access) if as_index else self.absent_masks(access, offset)
-        masks += self.ranges(access)
-        # An index load that is out of range itself yields padding, so the padding's mask covers its
-        # axes; what holds for all of a tile, as where a window ends, has none.
+        # An index load beyond the end of an axis yields padding, so the padding's mask covers its
+        # axes; what holds for all of a tile, as where a window ends, has none. What is out of the
+        # range of this access is no padding.
         covered = {axis for m in masks if _is_presence(m) for axis in m.axes}
         masks = [m for m in masks if _is_presence(m) or not m.axes or not covered >= {*m.axes}]
-        masks = distinct(masks)
+        masks = distinct([*masks, *self.ranges(access)])
         if not as_index:
             masks = self.compared_once(masks, offset.axes)
         return combine(masks, "&") if masks else None

@@ -176,7 +176,13 @@ def _sums_rows(plan: Plan) -> bool:
 
 
 def _is_entrywise(one: Planned) -> bool:
-    return _is_plain(one.plan) and one.plan.segment is None and not one.arrays
+    """Whether a result has a place for every entry, and no other."""
+    plain = _is_plain(one.plan) and one.plan.segment is None and not one.arrays
+    targets = [target for target, _ in _pattern(one).points]
+    scattered = any(True for target in targets for i in target.indices for _ in accesses(i))
+    # where a pattern leads is all there is; windows may lie apart
+    every = one.plan.pattern is not None or all(i.var for i in one.plan.target.indices)
+    return plain and every and not scattered
 
 
 def _has_every_place(plan: Plan) -> bool:

@@ -345,8 +345,9 @@ def canonical(recipe: Recipe) -> tuple[object, ...]:
             return ("sorted",)
         case Position(base, dim):
             return "position", canonical(base), dim
-        case Composed(base, _, dims):
-            return "composed", canonical(base), dims
+        case Composed(base, source, dims):
+            # the source may be one of those that places are made of
+            return "composed", canonical(base), sources(recipe).index(source), dims
         case Inverse(_, dim):
             return "inverse", dim
         case Packed(table, walks):
@@ -388,7 +389,8 @@ def is_packed(key: object) -> bool:
 def _sizes(recipe: Recipe) -> tuple[SizeExpr | OfLength, ...]:
     match recipe:
         case LeftPlaces(_, _, over):
-            return recipe.count, *((OfExtent(v),) for v in over)
+            # each of them: as many places may be in dimensions of other sizes
+            return *((size,) for size in recipe.count), *((OfExtent(v),) for v in over)
         case Sorted(LeftPlaces() as places):
             return _sizes(places)
         case Sorted(_, rows):
