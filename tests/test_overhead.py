@@ -151,7 +151,7 @@ def test_a_warm_backward_pass(wanted: tuple[str, ...]) -> None:
     assert calls.total() <= BACKWARD * len(wanted), calls
 
 
-@pytest.mark.parametrize("backward, most", [(False, 26), (True, 84)])
+@pytest.mark.parametrize("backward, most", [(False, 26), (True, 85)])
 def test_a_warm_call_on_a_cpu(backward: bool, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By one of its own ways, which looks at index values at every call, and at what follows from
     them where they are others.

@@ -39,22 +39,16 @@ def wanted_gradients(ctx: Any) -> tuple[bool, ...]:
             nodes.append(node)
     if len(nodes) != sum(required):
         return required
-    found, left, any_yet, untold = [], len(nodes), False, None
+    found, left, any_yet = [], len(nodes), False
     for requires in required:
         if requires:
             left -= 1
-            node = nodes[-left - 1]
-            # a pass that comes here is for one of them; and it takes torch long to raise, as it
-            # does of all leaves where a pass is for some
-            if (left or any_yet) and type(node) is not untold:
+            # a pass that comes here is for one of them; and it takes torch long to raise
+            if left or any_yet:
                 try:
-                    requires = bool(_will_run(node))
+                    requires = bool(_will_run(nodes[-left - 1]))
                 except (RuntimeError, TypeError):  # of what a pass ends at, or none torch knows
-                    requires, untold = True, type(node) if _is_leaf(node) else untold
+                    requires = True
             any_yet = any_yet or requires
         found.append(requires)
     return tuple(found)
-
-
-def _is_leaf(node: Any) -> bool:
-    return type(node).__name__ == "AccumulateGrad"

@@ -38,7 +38,7 @@ Workspace: TypeAlias = tuple[SizeExpr, ...]
 #: widths and about the same lengths share them; then those of lengths that differ more; then those
 #: whose widths keep loads wide, and those whose do not; and what comes last shares kernels for all
 #: sizes.
-MOST_FINE, MOST_BY_LENGTH, MOST_BY_WIDTH, MOST_EXACT = 16, 40, 46, 50
+MOST_FINE, MOST_BY_LENGTH, MOST_BY_WIDTH, MOST_EXACT = 16, 38, 44, 47
 
 
 @dataclass(slots=True, eq=False)
