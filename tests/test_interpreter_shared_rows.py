@@ -261,6 +261,7 @@ def test_variables_are_named_alike_where_that_is_safe() -> None:
     assert named_alike(twice, [scatter]) == {}
 
 
+@pytest.mark.interpreter
 @pytest.mark.usefixtures("kernels_only")
 @pytest.mark.parametrize("rows_", [6, 3])
 def test_a_result_that_is_scattered_is_none_of_entries(rows_: int) -> None:
