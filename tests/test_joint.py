@@ -121,7 +121,7 @@ def test_parts_are_of_a_variable_that_runs_through_all_that_is_made(
     text = "y[d[e],f] = silu(x[s[e],f] * v[e]) * b[z]"
     out = insum.insum(text, **given, out_shape=(N, F), optimize=False)  # type: ignore[arg-type]
     torch.autograd.grad(out.sum(), leaves)
-    assert all(found.var == "e" for found in together)
+    assert together and all(found.var == "e" for found in together)
 
 
 def test_one_gradient_alone_is_no_graph_of_several(together: list[JointGraph]) -> None:

@@ -97,19 +97,8 @@ class BoundCall:
 
     __slots__ = (
         *("_problem", "_staged", "_uses", "based", "checked", "count", "derived", "extents"),
-        *("forward", "little"),
-        *(
-            "fused",
-            "graphs",
-            "joints",
-            "lowerings",
-            "prepared",
-            "ranges",
-            "recorded",
-            "shape",
-            "sizes",
-        ),
-        *("spans", "waits"),
+        *("forward", "fused", "graphs", "joints", "little", "lowerings", "prepared", "ranges"),
+        *("recorded", "shape", "sizes", "spans", "waits"),
     )
 
     def __init__(

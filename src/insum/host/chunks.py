@@ -74,7 +74,7 @@ def chunks_of(problem: Problem) -> Chunks | None:
     terms = live_terms(problem)
     if len(terms) != 1 or is_dense(problem) and _is_selection(terms[0]):
         return None
-    if has_same_bits(problem.statement.value):
+    if wants_same_bits(problem.statement.value):
         return None
     extents = {v: int(n) for v, n in problem.extents.items()}
     largest, wide = _largest(problem), meeting_dtype(problem)
@@ -92,23 +92,23 @@ def chunks_of(problem: Problem) -> Chunks | None:
     return None
 
 
-def has_same_bits(value: Expr, compared: bool = False) -> bool:
+def wants_same_bits(value: Expr, compared: bool = False) -> bool:
     """Whether a function is compared for equality, as gradients of a maximum do with the result.
     Torch computes the last numbers of a tensor by other means than the rest, and rounds otherwise:
     of a part these are others.
 
     >>> from insum.lang.parser import parse
-    >>> of = lambda text: has_same_bits(parse(f"y[i] = {text}").value)
+    >>> of = lambda text: wants_same_bits(parse(f"y[i] = {text}").value)
     >>> of("x[i] * (exp(x[i]) == z[i])"), of("exp(x[i]) * (x[i] == z[i])")
     (True, False)
     """
     match value:
         case Call("eq", parts):
-            return any(has_same_bits(part, compared=True) for part in parts)
+            return any(wants_same_bits(part, compared=True) for part in parts)
         case Call(_, parts):
-            return compared or any(has_same_bits(part) for part in parts)
+            return compared or any(wants_same_bits(part) for part in parts)
         case Product(parts) | Sum(parts):
-            return any(has_same_bits(part, compared) for part in parts)
+            return any(wants_same_bits(part, compared) for part in parts)
         case _:
             return False
 

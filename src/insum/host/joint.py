@@ -200,7 +200,7 @@ def _parted(problems: Sequence[Problem]) -> tuple[str, int, dict[str, int]] | No
     at once, None where that would be too much.
     """
     most = max(chunks.most_at_once(problem) for problem in problems)
-    at_once = any(chunks.has_same_bits(problem.statement.value) for problem in problems)
+    at_once = any(chunks.wants_same_bits(problem.statement.value) for problem in problems)
     if most <= (MOST_AT_ONCE if at_once else 2 * chunks.AT_ONCE):
         return "", 1, {}
     extents = {v: int(n) for problem in problems for v, n in problem.extents.items()}

@@ -39,7 +39,7 @@ def _with_operations(lowered: Lowered, library: bool) -> Lowered:
     for node in copied.nodes:
         operation = _operation(node, library)
         if operation is not None:
-            node.target, changed = operation, True
+            node.op, node.target, changed = "call_function", operation, True
     if not changed:
         return lowered
     return replace(lowered, module=GraphModule(lowered.module, copied))
@@ -53,7 +53,6 @@ def _operation(node: Node, library: bool) -> Callable[..., Tensor] | None:
         is_rows = len(node.args[1]) > 1 and all(isinstance(i, Node) for i in node.args[1])
         return rows_at if is_rows else None
     if node.op == "call_method" and node.target in ("index_put_", "index_add_"):
-        node.op = "call_function"
         return add_at if node.target == "index_put_" else add_rows
     return None
 

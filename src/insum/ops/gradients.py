@@ -109,12 +109,16 @@ class Derived:
         extents: Mapping[str, Size],
         calls: FoundCalls,
     ) -> BoundCall:
-        """The call that gives its value, as `__call__` finds it."""
-        found = calls.get(self)
-        if found is None:
-            own = [size for dim, size in enumerate(shape) if dim not in self.repeats]
-            sizes = (*own, *[extents[var] for var in self.variables])
-            found = calls[self] = self.kinds.find(arguments, sizes)
+        """The call that gives its value, found for the first time, and kept. (`__call__` does the
+        same in place: a pass on new data would take a call of Python more for each statement.)
+        """
+        sizes = [*shape]
+        for dim in reversed(self.repeats):
+            del sizes[dim]
+        for var in self.variables:
+            sizes.append(extents[var])
+        kinds, given = self.kinds, tuple(sizes)
+        found = calls[self] = kinds.known(arguments, given) or kinds.find(arguments, given)
         return found
 
     def repeated(self, value: Tensor, shape: Sequence[Size]) -> Tensor:
@@ -238,13 +242,8 @@ def _of_shared_rows(
         arguments: dict[str, Any] = {}
         for read in one.reads:
             arguments[read] = known[read]
-        found = calls.get(one)
-        if found is None:
-            sizes = (*source.shape, *[call.extents[v] for v in one.variables])
-            found = one.kinds.known(arguments, sizes) or one.kinds.find(arguments, sizes)
-            calls[one] = found
         names.append(name)
-        bound.append(found)
+        bound.append(calls.get(one) or one.bound(arguments, source.shape, call.extents, calls))
         given.append(arguments)
     results = in_kernels.at_once(bound, given)
     every = {name: it for name, it in zip(names, results) if it is not None}
@@ -294,7 +293,7 @@ def _in_one_graph(
         every_value: dict[str, Any] = {**values, rule.upstream: upstream, rule.result: result}
         given.append({read: every_value[read] for read in one.reads})
         shapes.append(every_value[name].shape)
-        bound.append(one.bound(given[-1], shapes[-1], call.extents, calls))
+        bound.append(calls.get(one) or one.bound(given[-1], shapes[-1], call.extents, calls))
     return {
         one: one.repeated(value, shape) if one.repeats else value
         for (_, _, one), shape, value in zip(every, shapes, at_once(bound, given))
