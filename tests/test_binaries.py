@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -117,6 +118,8 @@ def test_a_note_that_cannot_be_written_is_no_error(
         ({4: 400}, [4, 8]),  # no more warps can be compiled
         ({4: compiling.UNLOADABLE}, [4]),
         ({4: 400, 8: compiling.UNLOADABLE}, [4, 8]),
+        ({4: compiling.MIXED_UP, 8: compiling.MIXED_UP, 16: 90}, [4, 8, 16]),
+        ({4: compiling.MIXED_UP, 8: compiling.UNLOADABLE, 16: 90}, [4, 8, 16]),
     ],
 )
 def test_a_kernel_that_spills_is_compiled_for_more_warps(
@@ -132,7 +135,7 @@ def test_a_kernel_that_spills_is_compiled_for_more_warps(
     monkeypatch.setattr(compiling, "compile_kernel", compile_kernel)
     monkeypatch.setattr(binaries, "recalled", lambda *asked: None)
     monkeypatch.setattr(binaries, "note", lambda *asked: None)
-    monkeypatch.setattr(launch, "spilled_bytes", lambda found: spilled[found])
+    monkeypatch.setattr(launch, "flaw_of", lambda found: spilled[found])
     monkeypatch.setattr(launch, "launcher_of", lambda found: found)
     monkeypatch.setattr(launch, "loaded", {})
     monkeypatch.setattr(streams, "current_device", lambda: 0)
@@ -151,13 +154,19 @@ def test_spills_are_counted_in_bytes_and_what_cannot_be_loaded_is_told() -> None
     errors = pytest.importorskip("triton.runtime.errors")
 
     class Loaded:
+        asm: ClassVar = {"ptx": "mov.b32 %r1, 0;"}
         n_spills = 30
 
         def __getitem__(self, grid: tuple[int, ...]) -> None: ...
 
     class TooLarge:
+        asm: ClassVar = {"hsaco": b""}
+
         def __getitem__(self, grid: tuple[int, ...]) -> None:
             raise errors.OutOfResources(1, 0, "shared memory")
 
-    assert launch.spilled_bytes(Loaded()) == 120
-    assert launch.spilled_bytes(TooLarge()) == compiling.UNLOADABLE
+    assert launch.flaw_of(Loaded()) == 120
+    assert launch.flaw_of(TooLarge()) == compiling.UNLOADABLE
+    moved = "mul.wide.u32 \t%rd5, %r9, 2147483648; or.b64 \t%rd6, %rd5, %rd4;"
+    mixed = SimpleNamespace(asm={"ptx": moved + "mov.b64 \t{_, %r8}, %rd6;"})
+    assert launch.flaw_of(mixed) == compiling.MIXED_UP

@@ -520,7 +520,7 @@ def test_compiled_kernels_are_counted_once_for_each_kind(monkeypatch: pytest.Mon
     monkeypatch.setattr(binaries, "note", lambda *kind: None)
     monkeypatch.setattr(triton, "compile", lambda source, **options: source)
     monkeypatch.setattr(launch, "launcher_of", lambda compiled: lambda programs, arguments: None)
-    monkeypatch.setattr(launch, "spilled_bytes", lambda compiled: 0)
+    monkeypatch.setattr(launch, "flaw_of", lambda compiled: 0)
     held = torch.zeros(200)
     problem = bind(parse("y[i] = 2.5 * x[i]"), {"x": held[:96]})
     program = inspection.plan_only(problem, {"x": held[:96]})

@@ -505,6 +505,22 @@ def test_pointers_that_are_not_aligned() -> None:
             ), offset
 
 
+def test_programs_of_one_warp() -> None:
+    """Triton 3.6 compiles some of them wrongly, which then get more warps."""
+    draw = torch.Generator(CUDA).manual_seed(0)
+    for dtype in (torch.float32, torch.float16):
+        x = torch.randn(3000, 2048, device=CUDA, dtype=dtype)
+        for part in (1500, 1501, 1504):
+            p, q = (torch.randint(0, 2048, (part,), device=CUDA, generator=draw) for _ in "pq")
+            wanted = x[p[:, None], q]
+            for m, n in ((1, 256), (2, 64), (2, 128), (2, 256), (2, 512), (4, 256)):
+                config = insum.Config(m=m, n=n, k=1, warps=1, stages=1)
+                poison(wanted)
+                with only_fused():
+                    found = insum.insum("y[i,j] = x[p[i],q[j]]", config=config, x=x, p=p, q=q)
+                assert torch.equal(found, wanted), (dtype, part, m, n)
+
+
 @pytest.mark.parametrize("narrow", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_factors_of_8_bits(narrow: torch.dtype) -> None:
     values = torch.randn(64, 32, 20, device=CUDA).to(narrow)

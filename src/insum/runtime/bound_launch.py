@@ -308,7 +308,7 @@ class BoundLaunch:
                 binaries.note(found, *options)
             return found
 
-        found = compiling.with_enough_registers(compiled, launch.spilled_bytes, warps)
+        found = compiling.with_enough_warps(compiled, launch.flaw_of, warps)
         return launch.keep_loaded(key, launch.launcher_of(found))
 
     def job(self) -> compiling.Job:

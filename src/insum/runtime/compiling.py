@@ -137,34 +137,57 @@ def compile_kernel(
 #: Bytes that a thread may keep in memory for want of registers, and warps up to which a program
 #: gets more of them instead.
 MOST_SPILLED, MOST_WARPS = 160, 16
-#: More than any kernel spills: one that the device cannot load, whatever its warps.
-UNLOADABLE = sys.maxsize
+#: More than any kernel spills: one whose numbers may be mixed up, and one that the device cannot
+#: load, whatever its warps.
+MIXED_UP, UNLOADABLE = 1 << 40, sys.maxsize
+#: A number that is moved up by so much, and the upper half of something.
+_MOVED_UP, _UPPER_HALF = re.compile(r"mul\.wide\.u32\s+%rd\d+, %r\d+, (\d+);"), "{_, %r"
 
 
-def with_enough_registers(
-    compiled: Callable[[int], C], spilled: Callable[[C], int], warps: int
-) -> C:
-    """What is ``compiled`` for so many warps; where that leaves bytes ``spilled``, for twice as
-    many, among which the same tile is divided, as long as it helps and can be compiled.
+def with_enough_warps(compiled: Callable[[int], C], flaw: Callable[[C], int], warps: int) -> C:
+    """What is ``compiled`` for so many warps; where that has a ``flaw``, as bytes that are spilled,
+    for twice as many, among which the same tile is divided, as long as it helps and can be
+    compiled.
 
-    >>> with_enough_registers(lambda warps: warps, lambda warps: {4: 900, 8: 200}.get(warps, 0), 4)
+    >>> with_enough_warps(lambda warps: warps, lambda warps: {4: 900, 8: 200}.get(warps, 0), 4)
     16
-    >>> with_enough_registers(lambda warps: warps, lambda warps: 200, 4)
+    >>> with_enough_warps(lambda warps: warps, lambda warps: 200, 4)
+    4
+    >>> with_enough_warps(lambda warps: warps, lambda warps: MIXED_UP if warps < 4 else 100, 1)
     4
     """
     found = compiled(warps)
-    left = spilled(found)
+    left = flaw(found)
     while MOST_SPILLED < left < UNLOADABLE and 2 * warps <= MOST_WARPS:
         warps *= 2
         try:
             other = compiled(warps)
-            remaining = spilled(other)
+            remaining = flaw(other)
         except Exception:  # what there is runs, if slowly
             break
-        if remaining >= left:
+        if remaining < left:
+            found, left = other, remaining
+        elif left != MIXED_UP:
             break
-        found, left = other, remaining
     return found
+
+
+def mixes_numbers_up(assembly: str) -> bool:
+    """Whether a kernel may take one number for another. The LLVM of Triton 3.6 moves a thread's
+    number and a tile's into one of 64 bits, and then takes the upper half, which has bits of both,
+    for the tile's alone: some columns are read twice, and others not at all. It was seen of single
+    warps, whose threads' numbers need no mask; Triton 3.7 does not do so.
+
+    >>> moved = "mul.wide.u32 \t%rd45, %r49, 2147483648;"
+    >>> mixes_numbers_up(moved + "or.b64 \t%rd46, %rd45, %rd44; mov.b64 \t{_, %r58}, %rd46;")
+    True
+    >>> mixes_numbers_up("mul.wide.u32 \t%rd1, %r2, 8; mov.b64 \t{_, %r3}, %rd1;")
+    False
+    """
+    if _UPPER_HALF not in assembly:
+        return False
+    factors = (int(number) for number in _MOVED_UP.findall(assembly))
+    return any(factor >= 1 << 16 and factor & (factor - 1) == 0 for factor in factors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +200,10 @@ class CompilerReport:
     registers: int
     stack: int  # bytes of local memory: above zero, registers were spilled
     warps: int
+
+    @property
+    def flaw(self) -> int:
+        return MIXED_UP if mixes_numbers_up(self.assembly.get("ptx", "")) else self.stack
 
     def uses(self, instruction: str) -> bool:
         return any(instruction in text for text in self.assembly.values())

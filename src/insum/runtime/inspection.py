@@ -220,7 +220,7 @@ def _compiled_for(one: BoundLaunch, architecture: str) -> compiling.CompilerRepo
             function, one.types, architecture, warps=warps, stages=config.stages
         )
 
-    return compiling.with_enough_registers(compiled, lambda found: found.stack, config.warps)
+    return compiling.with_enough_warps(compiled, lambda found: found.flaw, config.warps)
 
 
 def compile_note(problem: Problem, values: Mapping[str, Value], architecture: str) -> str:

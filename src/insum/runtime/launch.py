@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from insum.compat.locks import renew_in_children
 from insum.runtime.compiling import (
     IMPORTS,
+    MIXED_UP,
     UNLOADABLE,
     compiled_here,
     kept_text,
     key_of,
+    mixes_numbers_up,
     module_of,
 )
 from insum.runtime.disk import cache_folder, warn_unwritten, write_whole
@@ -118,10 +120,14 @@ def keep_loaded(key: object, launcher: Launcher) -> Launcher:
         return loaded.setdefault(key, launcher)
 
 
-def spilled_bytes(compiled: Any) -> int:
-    """What a thread of a compiled kernel keeps in memory for want of registers."""
+def flaw_of(compiled: Any) -> int:
+    """What a thread of a compiled kernel keeps in memory for want of registers, in bytes; more than
+    that where the kernel is worse.
+    """
     from triton.runtime.errors import OutOfResources
 
+    if mixes_numbers_up(compiled.asm.get("ptx", "")):
+        return MIXED_UP
     try:
         compiled[(1, 1, 1)]  # which loads it onto the device
     except OutOfResources:
