@@ -8,6 +8,7 @@ import itertools
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from insum.call.request import Form, request_of
 from insum.call.stages import Stage, layouts_of, stages_of
 from insum.lang.expr import accesses, tensors_of, variables
 from insum.lang.parser import parse
+from insum.ops import eager
 from insum.plan import order, steps
 from insum.plan.library import is_matrix_product
 from insum.plan.order import Path
@@ -560,6 +562,96 @@ def test_gradients_of_one_pass_share_their_buffers(monkeypatch: pytest.MonkeyPat
         torch.testing.assert_close(one, other)
     assert len(filled) > len({text for text, _ in filled}) > 1
     assert len({number for _, number in filled}) == len({text for text, _ in filled})
+
+
+def _watch_fills(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The statements that computed a buffer."""
+    run: list[str] = []
+    fill, found_before = BoundStage.fill, BoundStage.filled
+
+    def watched(self: BoundStage, given: Any, filled: FilledBuffers | None) -> Tensor:
+        if filled is None or found_before(self, given, filled) is None:
+            run.append(self.stage.form.statement)
+        return fill(self, given, filled)
+
+    monkeypatch.setattr(BoundStage, "fill", watched)
+    return run
+
+
+def _drawn_core() -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    shapes = {"G": (30, 31, 32), "A": (5, 30), "B": (6, 31), "C": (7, 32)}
+    return {
+        n: torch.randn(s, generator=draw, dtype=torch.float64).requires_grad_()
+        for n, s in shapes.items()
+    }
+
+
+CORE = "T[a,b,c] = G[i,j,k] * A[a,i] * B[b,j] * C[c,k]"
+
+
+def test_buffers_that_gradients_fill_again_are_kept_from_then_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("insum.call.prepared._forms", {})
+    monkeypatch.setattr("insum.call.lookup._fronts", {})
+    run, passes = _watch_fills(monkeypatch), list[int]()
+    for turn in range(3):
+        given = {n: (v.detach() * (turn + 1)).requires_grad_() for n, v in _drawn_core().items()}
+        want = torch.einsum("ijk,ai,bj,ck->abc", *given.values())
+        upstream = torch.ones_like(want)
+        expected = torch.autograd.grad(want, [*given.values()], upstream)
+        found = insum.insum(CORE, optimize="optimal", **given)
+        forward = len(run)
+        gradients = torch.autograd.grad(found, [*given.values()], upstream)
+        passes.append(len(run) - forward)
+        run.clear()
+        for one, other in zip((found, *gradients), (want, *expected), strict=True):
+            torch.testing.assert_close(one, other)
+    assert passes[0] > passes[1] == passes[2]
+
+
+def test_kept_buffers_are_checked_and_freed_as_tensors_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written to after the call is noticed; a second pass needs ``retain_graph``; gradients
+    of gradients do not read them; hooks see them.
+    """
+    given = _drawn_core()
+    leaves = [*given.values()]
+    for _ in range(2):  # the first backward pass learns what is filled again
+        found = insum.insum(CORE, optimize="optimal", **given)
+        (found.sum()).backward(retain_graph=True)
+    kept: list[tuple[int, ...]] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda one: kept.append(one.shape) or one.clone(), lambda one: one
+    ):
+        hooked = insum.insum(CORE, optimize="optimal", **given)
+    assert len(kept) > len(leaves)
+    expected = torch.autograd.grad(found, leaves, torch.ones_like(found), retain_graph=True)
+    for one, other in zip(torch.autograd.grad(hooked.sum(), leaves), expected, strict=True):
+        torch.testing.assert_close(one, other)
+    recorded = torch.autograd.grad(found.square().sum() / 2, leaves, create_graph=True)
+    assert all(one.grad_fn is not None for one in recorded)
+    again = insum.insum(CORE, optimize="optimal", **given)
+    torch.autograd.grad(again.sum(), leaves)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(again.sum(), leaves)
+    with torch.no_grad():
+        given["A"].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(found.sum(), leaves)
+
+
+def test_large_buffers_are_not_kept() -> None:
+    """They take no more than what is kept anyway, all together, and are those that are read."""
+    kinds = ["read", "large", "other", "read as well", "one too many"]
+    sizes = dict(zip(kinds, (40, 70, 20, 50, 20), strict=True))
+    stages = [(SimpleNamespace(kinds=kind), torch.ones(sizes[kind])) for kind in kinds]
+    call: Any = SimpleNamespace(
+        buffers=lambda values, filled: stages, prepared=SimpleNamespace(kept={*kinds} - {"other"})
+    )
+    values = {"A": torch.ones(100), "s": 2.0}
+    kept = eager._buffers_to_keep(call, values, {})
+    assert [one.kinds for one, _ in kept] == ["read", "read as well"]
 
 
 def test_buffers_that_are_gone_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,15 +65,26 @@ class BoundStage:
         """Its buffer: that of another statement on the same tensors, where there is one."""
         if filled is None:
             return self.kinds.find(given, self.sizes).run("new", given, None)
-        key = self.kinds, self.sizes, *map(id, given.values())
-        before = filled.get(key)
-        if before is not None and before.is_from(given.values()):
-            return before.buffer
+        before = self.filled(given, filled)
+        if before is not None:
+            return before
         found = self.kinds.find(given, self.sizes).run("new", given, None)
         if found.nbytes + sum(one.buffer.nbytes for one in filled.values()) <= MOST_FILLED:
-            sources = (weakref.ref(v) if isinstance(v, Tensor) else v for v in given.values())
-            filled[key] = FilledBuffer(found, tuple(sources))
+            self.add(found, given, filled)
         return found
+
+    def filled(self, given: Mapping[str, Value], filled: FilledBuffers) -> Tensor | None:
+        """Its buffer, where it has been filled from these very tensors."""
+        before = filled.get(self._key(given))
+        return before.buffer if before is not None and before.is_from(given.values()) else None
+
+    def add(self, buffer: Tensor, given: Mapping[str, Value], filled: FilledBuffers) -> None:
+        """Its buffer, for other statements on the same tensors."""
+        sources = (weakref.ref(v) if isinstance(v, Tensor) else v for v in given.values())
+        filled[self._key(given)] = FilledBuffer(buffer, tuple(sources))
+
+    def _key(self, given: Mapping[str, Value]) -> tuple[object, ...]:
+        return self.kinds, self.sizes, *map(id, given.values())
 
 
 def _run_stages(
@@ -251,6 +262,20 @@ class BoundCall:
         if self.prepared.form.wraps:
             values = self.wrapped(values)
         return on_graph.run(self, mode, values, self.whole(target), undisturbed)
+
+    def buffers(
+        self, values: Mapping[str, Value], filled: FilledBuffers
+    ) -> list[tuple[BoundStage, Tensor]]:
+        """Of the statements that this call is made of those that read nothing but its values, with
+        their buffers, where those have been filled.
+        """
+        found = []
+        for one in self.staged(values, in_place=False)[:-1]:
+            if values.keys() >= {*one.stage.reads}:
+                buffer = one.filled(one.given(values), filled)
+                if buffer is not None:
+                    found.append((one, buffer))
+        return found
 
     def started_from(self) -> FusedCall:
         """The generated kernels of a new result that is accumulated from a tensor."""

@@ -192,6 +192,8 @@ class PreparedCall:
     orders: dict[object, tuple[Stage, ...]] = field(default_factory=dict)
     #: What `insum.ops.gradients` has derived for the gradients of this kind of call.
     adjoints: dict[object, Any] = field(default_factory=dict)
+    #: Those of its statements whose buffers its backward passes have filled again.
+    kept: set[Kinds] = field(default_factory=set)
 
     @functools.cached_property
     def on_path(self) -> bool:

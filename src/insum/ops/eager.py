@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from insum.bounded import keep
-from insum.call.bound import BoundCall
+from insum.call.bound import BoundCall, BoundStage, FilledBuffers
 from insum.call.prepared import Kinds, kinds_of, prepare
 from insum.call.request import Form, Request, head
 from insum.compat.autograd import plain_apply, wanted_gradients
@@ -231,10 +231,16 @@ class _Recorded(torch.autograd.Function):
         """``values`` are the tensors by name, and numbers; the context holds none of them."""
         call, ctx.spec = spec.call, spec
         assert call is not None
-        result = call.run("new" if initial is None else "from", values, initial)
+        filled: FilledBuffers | None = {} if call.prepared.kept else None
+        mode = "new" if initial is None else "from"
+        result = call.run(mode, values, initial, False, filled)
         held: Any = map(values.get, spec.names) if spec.leaves else tensors
         ctx.initial_shape = None if initial is None else initial.shape
         more = attained(initial, result) if call.prepared.is_extremum else ()
+        if filled:
+            kept = _buffers_to_keep(call, values, filled)
+            ctx.stages = [one for one, _ in kept]
+            more = [*more, *(buffer for _, buffer in kept)]
         ctx.save_for_backward(*held, *more)
         return result
 
@@ -246,6 +252,19 @@ class _Recorded(torch.autograd.Function):
 
 
 _record = plain_apply(_Recorded)
+
+
+def _buffers_to_keep(
+    call: BoundCall, values: Mapping[str, Value], filled: FilledBuffers
+) -> list[tuple[BoundStage, Tensor]]:
+    """Those that backward passes read, and that are no larger than what is kept for them anyway."""
+    most = sum(v.nbytes for v in values.values() if isinstance(v, Tensor))
+    found = []
+    for one, buffer in call.buffers(values, filled):
+        if one.kinds in call.prepared.kept and buffer.nbytes <= most:
+            found.append((one, buffer))
+            most -= buffer.nbytes
+    return found
 
 
 class _Differentiable(torch.autograd.Function):
@@ -413,6 +432,12 @@ def pull_back(
     if call is None:
         saved = outlived(saved)
     values = {**spec.numbers, **dict(zip(spec.names, saved[:count]))}
+    filled: FilledBuffers = {}
+    stages = getattr(ctx, "stages", ())
+    if stages:
+        for one, buffer in zip(stages, saved[-len(stages) :], strict=True):
+            one.add(buffer, one.given(values), filled)
+        saved = saved[: -len(stages)]
     result, held = (*saved[count:], None, None)[:2]
     wanted = list(compress(spec.names, needs))
     token = settings.hold(spec.settings)  # this may be a thread of autograd's
@@ -429,9 +454,12 @@ def pull_back(
                     values[name] = _CastBefore.apply(leaf, values[name])  # type: ignore[no-untyped-call]
         calls = None if call is None else _found_calls(call, saved, upstream)
         on_host = calls is not None and call is not None and call.prepared.on_host
+        first = calls is not None and not calls
         initial, found = gradients(
-            known, values, upstream, wanted, result, held, _run_derived, calls, on_host
+            known, values, upstream, wanted, result, held, _run_derived, calls, on_host, filled
         )
+        if first and filled and call is not None:
+            call.prepared.kept.update(one.kinds for one, _ in call.buffers(values, filled))
     finally:
         settings.let_go(token)
     raise_found()  # of earlier calls too: what they did wrong may have come this far

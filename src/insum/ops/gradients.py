@@ -165,10 +165,12 @@ def gradients(
     run: StatementRunner,
     calls: FoundCalls | None = None,
     on_host: bool = False,
+    filled: FilledBuffers | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """What reaches the initial value, and each tensor that is ``wanted``. ``result``, and where it
     ``held`` its initial value, matter for ``max=`` and ``min=`` only. ``calls``: as `Derived` has
     them. ``on_host``: torch operations compute what is derived, and nothing is recorded.
+    ``filled``: buffers that were filled from some of the values, to which this adds.
     """
     to_initial = upstream
     if result is not None:
@@ -185,7 +187,7 @@ def gradients(
     if calls is not None and on_host:
         joint = _in_one_graph(call, values, upstream, wanted, result, calls)
     alike: dict[object, Tensor] = {}
-    filled: FilledBuffers = {}
+    filled = {} if filled is None else filled
     for name in wanted:
         if name in found:
             continue
