@@ -22,7 +22,7 @@ from insum.lang.parser import parse
             "x",
             ["dx[j] += dy[i] * A[i,j]", "dx[i] += -2 * dy[i]"],
         ),
-        ("y[i] = x[i] * x[i]", "x", ["dx[i] += dy[i] * x[i]", "dx[i] += dy[i] * x[i]"]),
+        ("y[i] = x[i] * x[i]", "x", ["dx[i] += 2 * dy[i] * x[i]"]),
         ("t[] = A[i,i]", "A", ["dA[i,i] += dt"]),
         ("y[i] = relu(A[i,j] + b[j])", "b", ["db[j] += dy[i] * step(A[i,j] + b[j])"]),
         ("y[i] = tanh(x[i])", "x", ["dx[i] += 4 * dy[i] * sigmoid(2 * x[i]) * sigmoid(-2 * x[i])"]),

@@ -77,7 +77,7 @@ class _PairwiseEinsum:
         a, b = self.summed(a, kept | set(b.vars)), self.summed(b, kept | set(a.vars))
         batch = "".join(v for v in a.vars if v in b.vars and v in kept)
         m, n = ("".join(v for v in x.vars if v not in y.vars) for x, y in ((a, b), (b, a)))
-        k = _stored_order(a.vars, b.vars, {v for v in a.vars if v in b.vars and v not in kept})
+        k = "".join(stored_order((a.vars, b.vars), set(a.vars) & set(b.vars) - kept))
         if not (m and n and k):
             return self.summed(self.multiplied(a, b, batch + m + n + k), kept)
         left, right = self.grouped(a, (batch, m, k)), self.grouped(b, (batch, k, n))
@@ -146,7 +146,26 @@ class _PairwiseEinsum:
         return self.graph.call_method("size", (source.node, source.vars.index(var)))
 
 
-def _stored_order(a: str, b: str, reduced: set[str]) -> str:
-    """The reduced variables in the order in which most operands hold them side by side."""
-    orders = ["".join(v for v in x if v in reduced) for x in (a, b)]
-    return max(orders, key=lambda order: sum(order in x for x in (a, b)))
+def stored_order(factors: Sequence[Sequence[str]], reduced: set[str]) -> tuple[str, ...]:
+    """The reduced variables in the order in which most factors hold them side by side, or of these
+    the one that has most.
+
+    >>> stored_order([("b", "o", "i"), ("o", "i", "j")], {"i", "o"})
+    ('o', 'i')
+    >>> stored_order([("a", "k"), ("a", "b", "k"), ("k", "a")], {"a", "k"})
+    ('a', 'k')
+    """
+    orders = [tuple(v for v in vars_ if v in reduced) for vars_ in factors]
+    whole = [order for order in orders if len(order) == len(reduced)]
+
+    def held(order: tuple[str, ...]) -> tuple[int, int]:
+        having = [vars_ for vars_ in factors if _stand_together(order, vars_)]
+        return len(having), max(map(len, having), default=0)
+
+    return max(whole, key=held, default=tuple(dict.fromkeys(v for o in orders for v in o)))
+
+
+def _stand_together(order: Sequence[str], among: Sequence[str]) -> bool:
+    """Whether these variables are neighbours, in this order."""
+    first = among.index(order[0]) if order and order[0] in among else 0
+    return tuple(among[first : first + len(order)]) == tuple(order)

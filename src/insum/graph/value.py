@@ -17,6 +17,7 @@ from torch.nn import functional
 from insum.errors import DtypeError, UnsupportedError
 from insum.graph.contraction import Pair, cheapest
 from insum.graph.gather import AccessReader
+from insum.graph.matmul import stored_order
 from insum.graph.nodes import GraphValue
 from insum.lang.bind import Problem
 from insum.lang.expand import ProductTerm
@@ -429,7 +430,7 @@ class Evaluator:
     def _einsum(
         self, factors: list[GraphValue], kept: tuple[str, ...], dtype: torch.dtype
     ) -> GraphValue:
-        names = _letters([v for f in factors for v in f.vars])
+        names = _letters_in_order([f.vars for f in factors], kept)
         equation = (
             ",".join("".join(names[v] for v in f.vars) for f in factors)
             + "->"
@@ -528,6 +529,18 @@ def _variables(factors: list[GraphValue]) -> tuple[str, ...]:
 
 def _alone(var: str, factor: GraphValue, factors: list[GraphValue]) -> bool:
     return all(f is factor or var not in f.vars for f in factors)
+
+
+def _letters_in_order(factors: Sequence[Sequence[str]], kept: Sequence[str]) -> dict[str, str]:
+    """The same, so that the letters of what is summed rise in the order in which factors hold it:
+    `torch.einsum` flattens it in the order of letters, and copies what lies in another.
+
+    >>> _letters_in_order([("b", "o", "i"), ("o", "i", "j")], ("b", "j"))
+    {'b': 'b', 'o': 'i', 'i': 'o', 'j': 'j'}
+    """
+    names = _letters([v for vars_ in factors for v in vars_])
+    order = stored_order(factors, {*names}.difference(kept))
+    return names | dict(zip(order, sorted(names[v] for v in order), strict=True))
 
 
 def _letters(vars: list[str]) -> dict[str, str]:

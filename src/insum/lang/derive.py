@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -99,20 +100,36 @@ def _together(found: list[Statement], meets: Callable[[Expr], bool]) -> list[Sta
     Products without functions and indices stay apart always, for each may be left to a library.
     """
     groups: dict[object, list[Statement]] = {}
-    for number, one in enumerate(found):
+    for one in _each_once(found):
         alike = one.target, _reach(one.value)
-        groups.setdefault(alike if meets(one.value) else number, []).append(one)
+        groups.setdefault(alike if meets(one.value) else one, []).append(one)
     return [
         Statement(same[0].target, "+=", _value_of_all([one.value for one in same]))
         for same in groups.values()
     ]
 
 
+def _each_once(found: list[Statement]) -> list[Statement]:
+    """Equal statements, as of a square, as one with their number as a factor."""
+    counts = Counter((one.target, frozenset(Counter(_factors(one.value)).items())) for one in found)
+    once = list[Statement]()
+    for one in found:
+        number = counts.pop((one.target, frozenset(Counter(_factors(one.value)).items())), 0)
+        if number:
+            value = one.value if number == 1 else product([Number(number), one.value])
+            once.append(Statement(one.target, one.operator, value))
+    return once
+
+
+def _factors(value: Expr) -> tuple[Expr, ...]:
+    return value.factors if isinstance(value, Product) else (value,)
+
+
 def _value_of_all(values: list[Expr]) -> Expr:
     """The sum as one value, times what is a factor of each."""
     if len(values) == 1:
         return values[0]
-    parts: list[list[Expr]] = [[*v.factors] if isinstance(v, Product) else [v] for v in values]
+    parts: list[list[Expr]] = [[*_factors(v)] for v in values]
     shared = [f for f in parts[0] if all(f in factors for factors in parts)]
     shared = [f for f in dict.fromkeys(shared) if not isinstance(f, Number)]
     for factors in parts:
