@@ -253,3 +253,90 @@ def test_long_sums_of_halves_are_cut_into_pieces() -> None:
     (step,) = inspection.plan_only(problem, given).steps
     product, pieces = step.launches[-2:]
     assert product.counts["piece_count"] > 4 and pieces.kernel.name.endswith("pieces")
+
+
+# --- sums by threads of their own -----------------------------------------------------------------
+
+
+def chosen(statement: str, sizes: dict[Any, int] | None = None, **values: Any) -> Choice:
+    look = inspection.elsewhere(bound(statement, values, sizes), values)
+    (one,) = look.planned()
+    return first_choice(one, look.wishes)
+
+
+@pytest.mark.parametrize(
+    ("statement", "x", "sizes", "tile"),
+    [
+        ("y[i,f] = a[i,k] * x[i+k,f]", (32_020, 64), {0: 32_000, 1: 64}, (8, 64)),
+        ("y[i,f] = a[i,k] * x[i+k,f]", (32_020, 200), {0: 32_000, 1: 200}, (16, 32)),
+        ("y[i,f] = a[i,k] * x[2*i+k,f]", (64_020, 64), {0: 32_000, 1: 64}, (4, 64)),
+        ("y[t] = x[t+k] * w[k]", (900_035,), {0: 900_000}, (1, 512)),
+    ],
+    ids=["rows", "wide rows", "every other row", "numbers"],
+)
+def test_every_thread_sums_windows_of_its_own(
+    statement: str, x: tuple[int, ...], sizes: dict[Any, int], tile: tuple[int, int]
+) -> None:
+    """Step by step, for what neighbours share is in the cache."""
+    values = {"x": drawn(*x), "a": drawn(32_000, 21), "w": drawn(36)}
+    used = {name: value for name, value in values.items() if f"{name}[" in statement}
+    (one,) = chosen(statement, sizes, **used)
+    assert (one.m, one.n, one.k, one.warps, one.stages) == (*tile, 1, 1, 4)
+
+
+def test_few_windows_are_summed_by_several_threads_each() -> None:
+    (one,) = chosen("y[t] = x[t+k] * w[k]", {0: 900}, x=drawn(1300), w=drawn(401))
+    assert one.k > 1
+
+
+@pytest.mark.parametrize(("columns", "n"), [(64, 64), (72, 32), (300, 64), (1000, 128)])
+def test_sums_down_columns_put_no_threads_together(columns: int, n: int) -> None:
+    (one,) = chosen("y[a,c] max= x[a,b,c]", x=drawn(4096, 32, columns))
+    assert (one.m, one.n, one.k, one.warps) == (1, n, 1, 1)
+
+
+def test_rows_that_are_gathered_number_by_number_stay_in_the_cache() -> None:
+    values = {"x": drawn(9000, 500), "q": drawn(400, below=500)}
+    (whole,) = chosen("y[i,j] = x[i,q[j]]", **values)
+    (gathered,) = chosen("y[i,j] = x[p[i],q[j]]", p=drawn(9000, below=9000), **values)
+    assert (whole.m, whole.n) == (4, 512) and (gathered.m, gathered.n) == (1, 512)
+    lists = drawn(400, 8, below=500)
+    (one,) = chosen("y[i,j] = x[i,q[j,k]]", x=values["x"], q=lists)
+    assert (one.m, one.n, one.k, one.warps) == (2, 256, 4, 8)
+
+
+# --- sums of rows, again --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("entries_", "tile"), [(3, (32, 1)), (40, (4, 16))])
+def test_several_threads_sum_a_row_of_numbers_of_some_length(
+    entries_: int, tile: tuple[int, int]
+) -> None:
+    values = {"v": drawn(9000 * entries_), "r": drawn(9000 * entries_, below=9000)}
+    _, choice = guessed("y[r[p]] = v[p]", rows=9000, **values)
+    one = choice[0]
+    assert (one.m, one.k, one.warps) == (*tile, 1)
+
+
+def test_a_warp_sums_a_long_row_of_numbers() -> None:
+    values = {"v": drawn(200_000), "r": insum.unchanging(torch.arange(200_000) // 2000)}
+    _, choice = guessed("y[r[p]] = v[p]", rows=100, **values)
+    assert choice[0].split == 256 and (choice[-1].m, choice[-1].k) == (1, 256)
+
+
+@pytest.mark.parametrize(("dtype", "m"), [(torch.float16, 8), (torch.float32, 4)], ids=str)
+def test_rows_that_hardly_have_entries_are_filled_a_warp_each(dtype: torch.dtype, m: int) -> None:
+    """As the gradient of an embedding: what takes the time is to write zeros."""
+    values = {"dy": drawn(5000, 128, dtype=dtype), "t": drawn(5000, below=60_000)}
+    _, choice = guessed("dE[t[p],f] = dy[p,f]", rows=60_000, **values)
+    one = choice[0]
+    assert (one.m * one.n * dtype.itemsize, one.k, one.warps) == (2048, 1, 1) and one.m == m
+
+
+def test_products_of_odd_width_have_few_idle_columns() -> None:
+    """Of 131 columns tiles of 128 would leave one nearly empty."""
+    values = {"x": drawn(9000, 131), "t": drawn(9000, 9, below=9000), "W": drawn(9, 131, 131)}
+    (odd,) = chosen("y[q,o] = x[t[q,k],c] * W[k,c,o]", **values)
+    even = {**values, "W": drawn(9, 131, 136)}
+    (other,) = chosen("y[q,o] = x[t[q,k],c] * W[k,c,o]", **even)
+    assert odd.n == 64 and other.n == 128

@@ -81,6 +81,18 @@ def test_narrow_rows_and_many_places_are_added_atomically() -> None:
     assert plan.strategy == "atomic"
 
 
+def test_narrow_rows_of_many_entries_are_summed_in_order() -> None:
+    """As the gradient of a code book for each column of codes: atomics would meet in few places."""
+    q, dy = torch.randint(0, 4, (200, 3)), torch.randn(200)
+    text = "T[m,q[n,m]] += dy[n]"
+    plan = plan_of(text.replace("+=", "="), {"T": (3, 4)}, q=q, dy=dy)
+    assert plan.strategy == "segment"
+    want = torch.from_numpy(oracle(text, {"q": q, "dy": dy}, sizes={"T": (3, 4)}))
+    for _ in range(2):
+        found = insum.insum(text.replace("+=", "="), q=q, dy=dy, out_shape=(3, 4))
+        assert error(found, want) <= 1e-6
+
+
 def test_absent_and_out_of_range() -> None:
     """An absent entry leads nowhere; what is out of range is reported, and no other place hit."""
     tensors = {**given("c[x["), "d": TENSORS["d"].clone()}

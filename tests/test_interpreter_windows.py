@@ -27,6 +27,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies pay as if everything were larger; calls of other tests decided without."""
     monkeypatch.setattr(layouts, "LEAST_POINTS", 1)
     monkeypatch.setattr(layouts, "LEAST_USES", 0)
+    monkeypatch.setattr(layouts, "LEAST_UNALIGNED", 0)
     monkeypatch.setattr("insum.call.prepared._forms", {})
     monkeypatch.setattr("insum.call.lookup._fronts", {})
 

@@ -109,6 +109,7 @@ def test_doubles_are_not_for_matrix_units() -> None:
 def test_explain_tells_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("insum.plan.layouts.LEAST_POINTS", 1)
     monkeypatch.setattr("insum.plan.layouts.LEAST_USES", 0)
+    monkeypatch.setattr("insum.plan.layouts.LEAST_UNALIGNED", 0)
     monkeypatch.setattr("insum.call.prepared._forms", {})
     x, w = torch.ones(2, 16, 21), torch.ones(16, 16, 3)
     with insum.settings(backend="fused"):

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from insum.bench import surveyed_graphs, surveyed_matrices, surveyed_tables
+from insum.bench import surveyed_graphs, surveyed_matrices, surveyed_others, surveyed_tables
 from insum.bench.data import RandomTensors
 from insum.bench.gallery import compared, sizes_here
 from insum.bench.measure import Comparison
@@ -36,6 +36,11 @@ GROUPS = (
     surveyed_matrices.blocks,
     surveyed_matrices.windows,
     surveyed_matrices.products,
+    surveyed_others.picked,
+    surveyed_others.algebra,
+    surveyed_others.sums,
+    surveyed_others.sliding,
+    surveyed_others.layers,
 )
 
 

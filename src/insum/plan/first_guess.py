@@ -18,9 +18,11 @@ from insum.plan.guess_rows import (
     MANY_LAUNCHES,
     TINY_ENTRIES,
     are_narrow,
+    are_scarce,
     for_cut_rows,
     for_few_rows,
     for_rows,
+    for_scarce_rows,
     for_short_pieces,
     split_length,
 )
@@ -138,10 +140,14 @@ def first_choice(
     guess = first_guess(plan, extents, along_sum=along_sum)
     if not in_rows(plan):
         return (guess,)
-    split = split_length(longest, entries, alone=guess.n == 1)
-    narrow = are_narrow(plan, extents, guess.n)
+    if guess.n == 1:
+        split = split_length(longest, entries, alone=True)
+        return replace(guess, split=split), for_rows(plan, extents, long=True)
+    split, narrow = split_length(longest, entries), are_narrow(plan, extents, guess.n)
     whole = narrow or bool(plan.roles.loops) or sums_columns(plan)
-    if MANY_LAUNCHES <= entries < TINY_ENTRIES and not whole:
+    if not whole and are_scarce(plan, extents):
+        guess = for_scarce_rows(plan, guess)
+    elif MANY_LAUNCHES <= entries < TINY_ENTRIES and not whole:
         guess = for_few_rows(guess)
     elif split and entries < FEW_ENTRIES and not narrow:
         guess = for_cut_rows(guess)

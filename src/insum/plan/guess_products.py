@@ -13,7 +13,7 @@ from insum.plan.config import Config
 from insum.plan.guess_rows import is_narrow_row
 from insum.plan.plan import Plan
 from insum.plan.roles import FLATTEN_UP_TO, SMALLEST_DOT
-from insum.plan.sizes import power_of_two
+from insum.plan.sizes import NARROW_LOAD, power_of_two
 from insum.plan.tiling import (
     BYTES,
     ENOUGH_PROGRAMS,
@@ -53,7 +53,16 @@ def for_product(plan: Plan, extents: Mapping[str, int], *, along_sum: bool) -> C
     found = _for_gathered_rows(plan, extents)
     if found is None and along_sum:
         found = _for_wide_numbers(plan, extents)
-    return found or _for_dot(plan, extents, along_sum=along_sum)
+    return _less_idle(plan, extents, found or _for_dot(plan, extents, along_sum=along_sum))
+
+
+def _less_idle(plan: Plan, extents: Mapping[str, int], config: Config) -> Config:
+    """Half as wide, where columns that nothing divides may end early in the second of two tiles."""
+    columns = extent(plan.roles.n, extents)
+    odd = columns % NARROW_LOAD and config.n < columns < 2 * config.n
+    if not odd or config.n < LARGE_SIDE or plan.onehot >= 0 or plan.segment:
+        return config
+    return replace(config, n=config.n // 2, k=min(config.k, 2 * SHALLOW), warps=4, stages=3)
 
 
 def _for_dot(plan: Plan, extents: Mapping[str, int], *, along_sum: bool) -> Config:
@@ -208,15 +217,16 @@ def _for_gathered_rows(plan: Plan, extents: Mapping[str, int]) -> Config | None:
     return _for_rows_along_m(plan, extents, n) if gathers_along(plan, plan.roles.m) else None
 
 
-def by_numbers(plan: Plan, config: Config, sides: int) -> Config:
+def by_numbers(plan: Plan, config: Config, sides: int, least_m: int) -> Config:
     """A tile of which so many ``sides``, of one operand or both, are read one number at a time:
     each takes an address, so that a thread has few of them. One step for all of a sum is better
-    than several all the same.
+    than several all the same. ``least_m``: which the tile has to hold.
     """
     if config.stages == 1:
         return config
     if BYTES.get(plan.operand, 4) == 4:  # and buffers of single numbers take longer to fill
-        config = replace(config, k=min(config.k, 2 * SHALLOW), stages=1)
+        m = max(min(config.m, HIGH), least_m)
+        return replace(config, m=m, k=min(config.k, 2 * SHALLOW), warps=4, stages=1)
     if config.m * config.n >= LARGE_SIDE**2 and sides * config.k > OWN_NUMBERS * 32 * config.warps:
         config = replace(config, warps=8)
     while config.k > SHALLOW and sides * config.k > OWN_NUMBERS * 32 * config.warps:

@@ -14,9 +14,9 @@ from insum.plan.roles import contiguity
 from insum.plan.sizes import WIDE_LOAD, power_of_two
 from insum.plan.tiling import BYTES, SHORT, extent, most, sums_columns
 
-#: Entries at which a long row is cut into pieces (where one thread has a row, and where many have),
-#: and the length up to which rows are left whole.
-SPLIT_ALONE, SPLIT_AT = 16, 128
+#: Entries at which a long row is cut into pieces (of single numbers, which a warp sums at once, and
+#: of more columns), and the length up to which rows are left whole.
+SPLIT_ALONE, SPLIT_AT = 256, 128
 LEAVE_WHOLE = 64
 #: Below so many entries rows are left whole, for one launch is all that it is worth.
 MANY_LAUNCHES = 4096
@@ -32,6 +32,8 @@ TINY_ENTRIES = 2**15
 NARROW_ROW, SHORT_ROW, NARROW_BYTES = 32, 6, 4096
 #: Rows of a tile that are no wider than this.
 SHORTEST_ROWS = 16
+#: Bytes of a tile of rows that hardly have entries.
+SCARCE_BYTES = 2048
 #: Numbers of a tile of rows that functions are computed of, and entries of a row in it: more would
 #: take so many registers that too few programs run at once.
 COMPUTED, COMPUTED_ENTRIES = 512, 4
@@ -45,15 +47,17 @@ MANY_COLUMNS = 512
 
 def split_length(longest: int, entries: int, *, alone: bool = False) -> int:
     """Entries at which rows are cut; 0: rows stay whole, where they are even or the whole thing is
-    small. ``alone``: a thread walks through a row by itself.
+    small. ``alone``: they are single numbers.
     """
+    if alone:
+        return SPLIT_ALONE if longest > SPLIT_ALONE else 0
     if longest <= SHORT or entries < MANY_LAUNCHES:
         return 0
     if entries < FEW_ENTRIES:
         return CUT_FEWER if entries < FEWER_ENTRIES else CUT_FEW
     if longest <= LEAVE_WHOLE:
         return 0
-    return SPLIT_ALONE if alone else SPLIT_AT
+    return SPLIT_AT
 
 
 def for_rows(plan: Plan, extents: Mapping[str, int], *, long: bool) -> Config:
@@ -70,6 +74,8 @@ def for_rows(plan: Plan, extents: Mapping[str, int], *, long: bool) -> Config:
     narrow = n > 1 and not summed and reads_narrow_rows(plan)
     if narrow:  # each load fetches little: of rows less at once, and of more of them
         n = min(n, 64)
+    if n == 1:
+        return _for_numbers(plan, extents, long=long)
     if long:
         m = min(max(1, 64 // n), power_of_two(extent(plan.roles.m[1:], extents)))
         k = max(min(16, 4096 // n), min(64, 2048 // (m * n)))
@@ -78,8 +84,6 @@ def for_rows(plan: Plan, extents: Mapping[str, int], *, long: bool) -> Config:
         elif n > 1 and _computes(plan):
             k = max(1, min(k, 2 * COMPUTED // (m * n)))
         return Config(m=m, n=n, k=k, warps=1 if m * n <= 128 else 2, stages=1)
-    if n == 1:  # a thread for each row
-        return Config(m=64, n=1, k=1, warps=2, stages=1)
     if are_narrow(plan, extents, n):
         return _for_narrow_rows(plan, n)
     if n > NARROW_ROW and _computes(plan):
@@ -94,6 +98,16 @@ def for_rows(plan: Plan, extents: Mapping[str, int], *, long: bool) -> Config:
     # where rows end inside of tiles, one warp waits for fewer threads that read nothing
     idle = columns % n > 0 and (n == 64 and not wide or n > 128)
     return Config(m=m, n=n, k=2, warps=1 if idle else 2, stages=1)
+
+
+def _for_numbers(plan: Plan, extents: Mapping[str, int], *, long: bool) -> Config:
+    """Sums of single numbers: a warp for a long row, and several threads for one of some length."""
+    if long:
+        return Config(m=1, n=1, k=SPLIT_ALONE, warps=1, stages=1)
+    assert plan.segment is not None
+    entries, rows = extents[plan.segment.var], max(1, extents[plan.segment.row])
+    k = 16 if 2 * entries // rows > 16 else 1
+    return Config(m=4 if k > 1 else 32, n=1, k=k, warps=1, stages=1)
 
 
 def _for_entries_beside(n: int, *, wide: bool, long: bool) -> Config:
@@ -190,6 +204,18 @@ def _row_tile(columns: int, *, wide: bool) -> int:
     return 256 if wide and columns % 32 and columns < 256 else 64
 
 
+def are_scarce(plan: Plan, extents: Mapping[str, int]) -> bool:
+    """Whether rows have an entry or none, most of them: filling them is what takes the time."""
+    assert plan.segment is not None
+    return extents[plan.segment.var] <= extents[plan.segment.row]
+
+
+def for_scarce_rows(plan: Plan, guess: Config) -> Config:
+    """One store of the widest kind, or a few, for each thread of a warp."""
+    m = max(1, SCARCE_BYTES // (guess.n * row_bytes(plan)))
+    return replace(guess, m=m, k=1, warps=1)
+
+
 def for_few_rows(guess: Config) -> Config:
     """More gathers in flight, for lack of other programs to hide them behind."""
     n = min(guess.n, 64)
@@ -205,5 +231,5 @@ def for_cut_rows(guess: Config) -> Config:
 
 def for_short_pieces(short: Config) -> Config:
     """Pieces of rows that were cut short, in as few steps as registers allow."""
-    k = max(1, min(SPLIT_ALONE, 1024 * short.warps // short.n))
+    k = max(1, min(CUT_FEWER, 1024 * short.warps // short.n))
     return replace(short, m=max(1, min(64, 512 * short.warps // (short.n * k))), k=k)

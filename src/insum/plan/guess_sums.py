@@ -5,11 +5,11 @@ something to say.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from insum.lang.expr import accesses, variables
+from insum.lang.expr import Access, Affine, accesses, variables
 from insum.plan.config import Config
 from insum.plan.guess_rows import reads_narrow_rows, row_bytes
 from insum.plan.plan import Plan
@@ -40,8 +40,11 @@ LONGEST_SUM = 4096
 TURNED = 32, 128
 #: Sides and depth of a tile whose points are functions of what its rows and columns share.
 SHARED_TILE = 64, 128, 2
-#: Steps of a window that are read at once, and bytes of all that a tile reads so.
-LONGEST_WINDOW, WINDOW_BYTES = 32, 2**15
+#: Sums of windows that one warp has, how many steps of each are read before the first is added, and
+#: bytes of a row of them where windows lie along it.
+WINDOW_SUMS, WINDOW_STEPS, WINDOW_ROW_BYTES = 512, 4, 1024
+#: Rows and columns of a tile that gathers number by number, of lists of at most so many.
+LISTED_ROWS, LISTED_COLUMNS, MOST_LISTED = 2, 256, 16
 #: Rows of windows that share a tile, and how much of them is read at most in a step.
 SLIDING_ROWS, SLIDING_STEP = 8, 64
 #: Numbers of a row that one thread reads by itself.
@@ -87,7 +90,8 @@ def for_sum(plan: Plan, extents: Mapping[str, int]) -> Config:
         (_sums_of_numbers, narrow),
         (_few_long_sums, columns),
         (_number_by_number, narrow),
-        (_windows, columns),
+        (_windows, tile),
+        (_down_columns, tile),
     )
     found = (rule(one) for rule, one in rules if one is not None)
     return next((config for config in found if config is not None), _any_other(columns))
@@ -112,7 +116,7 @@ def _columns_summed_last(tile: SummedTile) -> Config | None:
     if not sums_columns(plan):
         return None
     k = min(tile.k, max(1, 2048 // (n * m)))
-    return Config(m=m, n=n, k=k, warps=max(1, min(4, m * n * k // 1024)), stages=2)
+    return Config(m=m, n=n, k=k, warps=max(1, min(4, m * n * k // 512)), stages=2)
 
 
 def _of_shared_rows(tile: SummedTile) -> Config | None:
@@ -146,7 +150,8 @@ def _along_rows(tile: SummedTile) -> Config | None:
         # what lies beside each other, or is shared by several sums, in steps
         k = min(k, 32)
         return Config(m=m, n=8, k=k, warps=max(1, m * 8 * k // 1024), stages=1)
-    if m > SLIDING_ROWS and n >= 16 and _adds_up(tile.plan, tile.plan.roles.m, tile.plan.roles.n):
+    plan, roles = tile.plan, tile.plan.roles
+    if m > SLIDING_ROWS and n >= 16 and _adds_up(_row_places(plan), roles.m, roles.n):
         n = min(n, 32)
         whole = extent(tile.plan.roles.k, tile.extents) == SLIDING_STEP
         k = SLIDING_STEP if whole else SLIDING_STEP // 4  # sums of several steps take registers
@@ -241,21 +246,56 @@ def _few_long_sums(tile: SummedTile) -> Config | None:
 
 
 def _number_by_number(tile: SummedTile) -> Config | None:
-    """A load for each number, and an index for each column: rows enough to share it."""
+    """A load for each number: few for each thread, but for indices that many rows share. Of lists
+    of numbers, and of rows that are gathered, only so few that they stay in the cache.
+    """
     roles = tile.plan.roles
-    if not roles.m or roles.k or not _reads_apart(tile.plan):
+    if not roles.m or tile.k > MOST_LISTED or not _reads_apart(tile.plan):
         return None
-    n = min(tile.n, SINGLE_VALUES)
-    return Config(m=min(tile.m, max(4, 4 * SINGLE_VALUES // n)), n=n, warps=4, stages=1)
+    if roles.k:
+        m, n, k = min(tile.m, LISTED_ROWS), min(tile.n, LISTED_COLUMNS), min(tile.k, SHORT_ROW)
+        return Config(m=m, n=n, k=k, warps=8, stages=1)
+    gathered = any(any(True for _ in accesses(index)) for index in _row_places(tile.plan))
+    n = min(tile.n, 2 * SINGLE_VALUES if gathered else SINGLE_VALUES)
+    if n == SINGLE_VALUES and not gathered:
+        return Config(m=min(tile.m, 4), n=n, warps=4, stages=1)
+    m = max(1, SINGLE_VALUES // n)
+    return Config(m=min(tile.m, m), n=n, warps=max(2, m * n // 256), stages=1)
+
+
+def _down_columns(tile: SummedTile) -> Config | None:
+    """Sums across rows that lie along memory: every thread has its own and reads some rows before
+    it adds the first.
+    """
+    plan, roles, n = tile.plan, tile.plan.roles, tile.n
+    if len(roles.k) != 1 or roles.loops or plan.index_tensors or n < 32:
+        return None
+    along = contiguity(plan.factors, roles.n[-1]) > 0
+    if not along or contiguity(plan.factors, roles.k[-1]):
+        return None
+    if output_places(plan, tile.extents) < ENOUGH_PROGRAMS * OWN_THREADS:
+        return None
+    n = _hardly_idle(extent(roles.n, tile.extents), min(n, 2 * OWN_THREADS))
+    return Config(m=1, n=n, k=1, warps=1, stages=WINDOW_STEPS)
 
 
 def _windows(tile: SummedTile) -> Config | None:
-    """Sums of what lies before each other: all of a sum at once, of as many as registers hold."""
-    plan, n, k = tile.plan, tile.n, tile.k
-    if not 1 < k <= LONGEST_WINDOW or n < 32 or not _adds_up(plan, plan.roles.m, plan.roles.k):
+    """Sums of what lies beside each other: every thread has its own and reads the steps one after
+    the other, for what neighbours share comes out of the cache.
+    """
+    plan, roles = tile.plan, tile.plan.roles
+    summed, places = (*roles.k, *roles.loops), output_places(plan, tile.extents)
+    if not summed or places < ENOUGH_PROGRAMS * OWN_THREADS:
         return None
-    m = max(1, min(tile.m, WINDOW_BYTES // (n * k * row_bytes(plan))))
-    return Config(m=m, n=n, k=k, warps=4, stages=1)
+    if _adds_up(_row_places(plan), roles.m, summed):
+        most, sums = OWN_THREADS, WINDOW_SUMS
+    elif _adds_up((a.indices[-1] for a in _reads(plan)), roles.n, summed):
+        most = sums = WINDOW_ROW_BYTES // _widest(plan)
+    else:
+        return None
+    n = _hardly_idle(extent(roles.n, tile.extents), min(most, tile.n))
+    m = min(tile.m, max(1, sums // (n * _stride(plan))))
+    return Config(m=m, n=n, k=1, warps=1, stages=WINDOW_STEPS)
 
 
 def _any_other(tile: SummedTile) -> Config:
@@ -264,7 +304,8 @@ def _any_other(tile: SummedTile) -> Config:
     if plan.strategy == "atomic" and k > 1 and n * k <= SMALL_SUMS:
         # matrices of entries: a program waits for its sums, and small ones for less
         return Config(m=min(m, SMALL_SUMS // (n * k)), n=n, k=k, warps=2, stages=1)
-    m = min(m, max(1, 2048 // (n * k)))
+    values = 1024 if k == 1 and n >= 64 and row_bytes(plan) >= 4 else 2048
+    m = min(m, max(1, values // (n * k)))
     return Config(m=m, n=n, k=k, warps=4, stages=1 if k == 1 else 2)
 
 
@@ -336,12 +377,44 @@ def _reads_apart(plan: Plan) -> bool:
     return any(any(True for _ in accesses(i)) and {*plan.roles.n} & {*variables(i)} for i in ends)
 
 
-def _adds_up(plan: Plan, one_axis: tuple[str, ...], other: tuple[str, ...]) -> bool:
-    """Whether rows are read where places along two axes add up to: windows over each other."""
+def _reads(plan: Plan) -> Iterator[Access]:
+    return (a for f in plan.factors for a in accesses(f) if a.indices)
+
+
+def _row_places(plan: Plan) -> Iterator[Affine]:
+    """The indices of all that is read, but for those of the last dimensions."""
+    return (index for read in _reads(plan) for index in read.indices[:-1])
+
+
+def _adds_up(places: Iterable[Affine], one_axis: tuple[str, ...], other: tuple[str, ...]) -> bool:
+    """Whether something is read where places along two axes add up to: windows over each other."""
     along, across = {*one_axis}, {*other}
-    places = (i for f in plan.factors for a in accesses(f) for i in a.indices[:-1])
     names = ({*variables(i)} for i in places if not any(accesses(i)))
     return any(along & one and across & one for one in names)
+
+
+def _widest(plan: Plan) -> int:
+    """Bytes of the widest numbers that are multiplied."""
+    kinds, inner = dict(plan.kinds), plan.index_tensors
+    read = (kinds[a.tensor] for a in _reads(plan) if a.tensor not in inner and a.tensor in kinds)
+    return max((BYTES.get(kind, WIDE_LOAD) for kind in read), default=4)
+
+
+def _stride(plan: Plan) -> int:
+    """How far apart windows begin, at most, as steps of loads: 1 or 2."""
+    steps = (abs(by) for read in _reads(plan) for index in read.indices for by, _ in index.terms)
+    return min(2, max(steps, default=1))
+
+
+def _hardly_idle(number: int, most: int) -> int:
+    """The widest tile, down to 32 columns, that ``number`` of them fill, or the last of eight.
+
+    >>> [_hardly_idle(number, 128) for number in (128, 144, 72, 520, 1000, 192)]
+    [128, 32, 32, 128, 128, 64]
+    """
+    sides = (most >> k for k in range(most.bit_length()))
+    filled = (s for s in sides if s <= 32 or number % s == 0 or power_of_two(number) >= 8 * s)
+    return next(filled)
 
 
 def _filled(number: int, most: int) -> int:

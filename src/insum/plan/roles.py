@@ -7,6 +7,7 @@ are split into a left side (M, K), a right side (K, N) and factors that are mult
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,8 +24,9 @@ THINNEST_SIDE, FULL_SIDE = 1, 16
 WIDE_TILE, SHORT_AXIS = 128, 1024
 #: Numbers of a row that one tile of a segmented sum can hold whole.
 LONGEST_ROW = 1024
-#: Numbers that lie together and are worth reading together.
-SHORTEST_RUN = 16
+#: Numbers that lie together and are worth reading together, and so many that what lies beside them
+#: does not matter.
+SHORTEST_RUN, LONG_LINE = 16, 512
 #: So many sums over fewer numbers than these share programs.
 MANY_SUMS, LONG_SUM = 2**14, 2**12
 #: A variable of at most this extent is put beside the rows of a segmented output.
@@ -286,7 +288,7 @@ def _as_sum(roles: Roles) -> Contraction:
     m = (
         roles.row
         or _held_axis(roles)
-        or (max(rest, key=lambda v: (_turns(roles, n, v), roles.extents[v])) if rest else "")
+        or max(rest, key=functools.partial(_worth_a_side, roles, n), default="")
     )
     if n in roles.summed and m not in (roles.row, *roles.held):
         m = ""
@@ -310,6 +312,19 @@ def _summed_axis(roles: Roles, n: str, summed: Sequence[str]) -> str:
     return max(summed, key=lambda v: (roles.extents[v], contiguity(roles.factors, v)), default="")
 
 
+def _worth_a_side(roles: Roles, n: str, v: str) -> tuple[bool, bool, int]:
+    """How much a kept variable is worth the other side of a tile: it turns what is read, windows
+    along it lie over each other, it is long.
+    """
+    slides = roles.extents[v] >= SMALLEST_DOT and any(
+        v in names and not names.isdisjoint(roles.summed)
+        for factor in roles.factors
+        for read in accesses(factor, nested=False)
+        for names in (set(variables(index)) for index in read.indices)
+    )
+    return _turns(roles, n, v), slides, roles.extents[v]
+
+
 def _turns(roles: Roles, n: str, v: str) -> bool:
     """Whether ``v`` walks what is read in order where ``n`` does not: a tile of both is then read
     and written in order.
@@ -319,12 +334,12 @@ def _turns(roles: Roles, n: str, v: str) -> bool:
 
 
 def _written_together(roles: Roles, m: str, n: str) -> tuple[str, ...]:
-    """All kept variables around short rows of the output, where nothing is summed: the rows of a
-    tile then lie together in memory, and what is read for some of them is read once.
+    """All kept variables around rows of the output that are not long, where nothing is summed: the
+    rows of a tile then lie together in memory, and what is read for some of them is read once.
     """
     if roles.row or roles.summed or roles.absorbed or not m or n != roles.kept[-1]:
         return ()
-    if roles.extents[n] >= FLATTEN_UP_TO or _turns(roles, n, m):
+    if roles.extents[n] >= LONG_LINE or _turns(roles, n, m):
         return ()
     return roles.kept[:-1]
 

@@ -121,7 +121,10 @@ def _for_operands_as_they_lie(planned: Planned, choice: Choice) -> Choice:
     fit = fit_of(planned, config)
     places = [one.place for one in aligned_operands(planned, config)]
     sides = sides_by_numbers(planned, config, [*places, *([fit.place] if fit else [])])
-    return (by_numbers(planned.plan, config, sides),) if sides else choice
+    if not sides:
+        return choice
+    least_m, _ = tiling.held(planned.plan, planned.extents, 1, 1)
+    return (by_numbers(planned.plan, config, sides, least_m),)
 
 
 def step_of(planned: Planned, wishes: Wishes, choice: Choice, room: Room | None) -> ProductLaunches:

@@ -14,8 +14,9 @@ from insum.plan.questions import AskSummary
 from insum.plan.recipes import DimOfPlaces, LeftPlaces, Sorted
 from insum.plan.strategies.sorting import in_sorted_order
 
-#: Rows of less columns than this are added up as quickly by atomics.
-LEAST_COLUMNS = 16
+#: Rows of less columns than this, and of less entries for each place, are added up as quickly by
+#: atomics.
+LEAST_COLUMNS, LEAST_ENTRIES = 16, 4
 #: So many places an entry may have, where most rows have none; and in deterministic mode, where
 #: nothing else adds up in one order.
 MOST_PLACES, MOST_PLACES_IN_ORDER = 2, 8
@@ -63,7 +64,7 @@ def _pays(
     names: tuple[str, ...],
 ) -> bool:
     """Always for sums in deterministic mode, while places are not too many. Else only of index
-    tensors that come back, and of rows that are wide enough.
+    tensors that come back, and of rows that are wide enough or have entries enough.
     """
     entries = math.prod(draft.extents[v] for v in over)
     places = math.prod(subject.sizes.shape[d] for d in dims)
@@ -76,7 +77,8 @@ def _pays(
     columns = math.prod(draft.extents[v] for v in variables(draft.target) if v not in over)
     wide = columns >= LEAST_COLUMNS or subject.wishes.settings.scatter == "segment"
     known = all(subject.known(name) is not None for name in names)
-    return known and wide and places <= MOST_PLACES * entries
+    heavy = LEAST_ENTRIES * places <= entries
+    return known and (heavy or wide and places <= MOST_PLACES * entries)
 
 
 def _to_rows(
