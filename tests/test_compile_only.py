@@ -532,6 +532,24 @@ def test_uneven_sizes_fit_the_registers(name: str, dtype: torch.dtype) -> None:
         assert spilled(found) == 0, f"{found.registers} registers"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("count", [22_000, 150_000])
+@pytest.mark.parametrize("text", ["y[d[e]] = v[e]", "y[d[e]] = x[p[e]]", "y[d[e],c[e]] = v[e]"])
+def test_rows_of_numbers_that_are_cut(text: str, count: int, dtype: torch.dtype) -> None:
+    """A compiler pass fails where what is loaded is summed by a loop whose result is used twice."""
+    draw = torch.Generator().manual_seed(0)
+    d, c = ((torch.rand(count, generator=draw) ** 8 * 40_000).long() // k for k in (1, 20_000))
+    every = {"d": insum.unchanging(d), "c": insum.unchanging(c), "v": torch.empty(count)}
+    every |= {"x": torch.empty(4000), "p": insum.unchanging(d // 10)}
+    used = {name: value for name, value in every.items() if f"{name}[" in text}
+    values = {n: v.to(dtype) if v.is_floating_point() else v for n, v in used.items()}
+    shape = (40_000, 2) if "c[e]" in text else (40_000,)
+    problem = request_of(text, shape, None, ()).bind(values)
+    assert all(
+        spilled(found) == 0 for _, found in inspection.compile_only(problem, values, "sm_90")
+    )
+
+
 def test_what_would_spill_gets_more_warps() -> None:
     """A product of which one side is computed: 640 bytes of each thread once waited in memory."""
     shapes = {"x": (2438, 32), "W": (40, 32, 82), "z": (2438, 82)}

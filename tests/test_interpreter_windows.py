@@ -283,3 +283,39 @@ def test_windows_that_are_apart_and_long_sums(deterministic: bool) -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     assert error(got, want) < 1e-5
+
+
+#: Places of the output that no window reaches, and what is read at places of it alone: the length
+#: of the output, and how far what is read goes.
+BEYOND = {
+    "z[t+r] = x[t+r] * w[r] * g[t]": (10, 7),
+    "z[t+r] = exp(x[t+r] * w[r]) * g[t]": (10, 7),
+    "z[t+r+1] = x[t+r] * w[r] * g[t]": (10, 7),
+    "z[t+r] = x[t+r+2] * w[r] * g[t]": (10, 9),
+    "z[2*t+r] = x[2*t+r] * w[r] * g[t]": (14, 11),
+    "z[2*t+r] = x[2*t+r+2] * w[r] * g[t]": (14, 13),
+    "z[2*t+r] = x[4*t+2*r] * w[r] * g[t]": (14, 21),
+    "z[t+r] = x[t+2*r] * w[r] * g[t]": (7, 9),
+    "z[2*t+r] = x[t+r] * w[r] * g[t]": (14, 7),
+}
+
+
+@pytest.mark.parametrize("text", BEYOND)
+def test_nothing_is_read_where_no_window_reaches(text: str) -> None:
+    places, length = BEYOND[text]
+    values = drawn({"x": (length,), "w": (3,), "g": (5,)}, torch.float32)
+    want = torch.from_numpy(oracle(text, values, sizes={"z": (places,)}))
+    with insum.settings(**ONLY_FUSED):
+        found = insum.insum(text, **values, out_shape=(places,))
+    assert error(found, want) <= 1e-6
+
+
+@pytest.mark.parametrize(("windows", "wide"), [(86, 4), (84, 10), (85, 7), (80, 22)])
+def test_gradients_of_extrema_of_windows_end_where_tensors_do(windows: int, wide: int) -> None:
+    """Windows that are three apart, of what three does not divide."""
+    x = torch.randperm(259 * 24).float().reshape(259, 24).requires_grad_()
+    want = torch.stack([x[3 * i : 3 * i + wide].amin(0) for i in range(windows)])
+    with insum.settings(**ONLY_FUSED):
+        found = insum.insum("y[i,f] min= x[3*i+k,f]", x=x, sizes={"i": windows, "k": wide})
+        (gradient,) = torch.autograd.grad(found.sum(), x)
+    assert torch.equal(gradient, *torch.autograd.grad(want.sum(), x))

@@ -139,12 +139,12 @@ class Contract:
         return self.frame.define("scaled", value, AFTER)
 
     def reduced(self, value: Tile, axes: TileAxes) -> Tile:
-        """Sum in the loop; over K inside it where entries are gathered a few at a time, after it
-        where K is long.
+        """Sum in the loop; over K inside it where rows of entries are gathered a few at a time,
+        after it where K is long, and of single numbers: threads then meet once.
         """
         plan = self.plan
         kept = tuple(a for a in axes if a != "K")
-        in_loop = bool(plan.segment) or "K" not in axes
+        in_loop = "K" not in axes or bool(plan.segment) and "N" in axes
         over = kept if in_loop else axes
         acc = self.start_accumulator(over)
         if in_loop and "K" in axes:

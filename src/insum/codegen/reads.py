@@ -46,7 +46,7 @@ from insum.lang.expr import (
 from insum.lang.types import Typed, accumulator, call_type, deciding, infer, is_rounded
 from insum.plan.draft import TRITON
 from insum.plan.fitting import FITTED_ROW, FITTED_ROWS
-from insum.plan.sizes import ALIGNED, ALSO_ALIGNED, FITTED, WIDE_LOAD
+from insum.plan.sizes import ALIGNED, ALSO_ALIGNED, FITTED, OUT, WIDE_LOAD
 from insum.plan.tiling import BYTES
 
 
@@ -137,13 +137,28 @@ class Reads:
             if (access.tensor, self.dimension(access.tensor, dim)) in self.plan.guarded
         ]
 
+    def unreached(self, access: Access) -> list[int]:
+        """Dimensions that some places of the output lead out of, where no window reaches and
+        nothing counts: what says so depends on more than the access.
+        """
+        own, depends, found = {*dict(self.plan.made)}, self.depends(access), list[int]()
+        for dim, index in enumerate(access.indices):
+            names = {*variables(index)}
+            if access.tensor == OUT or names.isdisjoint(own):
+                continue
+            meeting = [b.index for b in self.plan.bounds if names & {*variables(b.index)}]
+            told = [b for b in meeting if {*variables(b)} <= depends]
+            if told != meeting and not any(_follows(index, b) for b in told):
+                found.append(dim)
+        return found
+
     def ranges(self, access: Access, *, inner: bool = False) -> list[Tile]:
-        """Where unchecked indices are in range: nothing else is read or written. ``inner``: also
-        those inside of indices, where they decide what is written to.
+        """Where unchecked indices are in range, and windows reach: nothing else is read or written.
+        ``inner``: also those inside of indices, where they decide what is written to.
         """
         nested = [a for i in access.indices for a in accesses(i)] if inner else []
         found = [v for a in nested for v in self.ranges(a, inner=True)]
-        for dim in self.guarded(access):
+        for dim in (*self.guarded(access), *self.unreached(access)):
             value = self.place(access, dim)
             inside = (as_tile(0) <= value) & (value < self.length(access.tensor, dim))
             found.append(inside.grouped())
@@ -488,6 +503,15 @@ def converted(value: Tile, kind: str, dtype: str) -> Tile:
     """A loaded value in another dtype."""
     way = _BY_WAY_OF.get((kind, dtype))
     return (value.to(f"tl.{way}") if way else value).to(f"tl.{dtype}")
+
+
+def _follows(index: Affine, other: Affine) -> bool:
+    """Whether an index is a multiple of another, but for an offset."""
+    steps, others = ({atom: by for by, atom in one.terms} for one in (index, other))
+    if steps.keys() != others.keys():
+        return False
+    first = next(iter(steps))
+    return all(steps[atom] * others[first] == steps[first] * others[atom] for atom in steps)
 
 
 def _is_presence(mask: Tile) -> bool:
