@@ -896,3 +896,14 @@ def test_gradients_that_are_to_be_negated(monkeypatch: pytest.MonkeyPatch) -> No
             (found,) = torch.autograd.grad(result, x, upstream, retain_graph=True)
             assert torch.equal(found, upstream[d])
     assert told == [(False, False), (True, True)] * 2
+
+
+def test_results_can_be_written_to() -> None:
+    """Those, too, that were computed as a view of something else."""
+    shapes = {"A": (4, 5), "B": (6, 4), "C": (4,)}
+    given = {n: torch.randn(s, dtype=torch.float64, requires_grad=True) for n, s in shapes.items()}
+    text = "y[] = A[b,c] * B[a,b] * C[b]"
+    (want,) = torch.autograd.grad(insum.insum(text, **given), given["A"])
+    found = insum.insum(text, **given)
+    found.mul_(2)
+    torch.testing.assert_close(torch.autograd.grad(found, given["A"])[0], 2 * want)

@@ -4,6 +4,7 @@ the same as one statement.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
+from torch.utils.checkpoint import checkpoint
 
 import insum
 from insum.call.bound import BoundStage, FilledBuffers, _run_stages
@@ -613,7 +615,7 @@ def test_buffers_that_gradients_fill_again_are_kept_from_then_on(
 
 def test_kept_buffers_are_checked_and_freed_as_tensors_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is written to after the call is noticed; a second pass needs ``retain_graph``; gradients
-    of gradients do not read them; hooks see them.
+    of gradients do not read them; where hooks look on there are none.
     """
     given = _drawn_core()
     leaves = [*given.values()]
@@ -625,7 +627,7 @@ def test_kept_buffers_are_checked_and_freed_as_tensors_are(monkeypatch: pytest.M
         lambda one: kept.append(one.shape) or one.clone(), lambda one: one
     ):
         hooked = insum.insum(CORE, optimize="optimal", **given)
-    assert len(kept) > len(leaves)
+    assert len(kept) == len(leaves)
     expected = torch.autograd.grad(found, leaves, torch.ones_like(found), retain_graph=True)
     for one, other in zip(torch.autograd.grad(hooked.sum(), leaves), expected, strict=True):
         torch.testing.assert_close(one, other)
@@ -639,6 +641,31 @@ def test_kept_buffers_are_checked_and_freed_as_tensors_are(monkeypatch: pytest.M
         given["A"].mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(found.sum(), leaves)
+
+
+def test_what_is_kept_is_the_same_when_a_checkpoint_runs_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first backward pass learns which buffers are filled again, in the midst of others."""
+    monkeypatch.setattr("insum.call.prepared._forms", {})
+    monkeypatch.setattr("insum.call.lookup._fronts", {})
+    given = _drawn_core()
+    beside = [torch.randn(31, 32, 5, dtype=torch.float64).requires_grad_() for _ in range(3)]
+    leaves = [*given.values(), *beside]
+
+    def block(other: Tensor, *values: Tensor) -> Tensor:
+        found = insum.insum(CORE, optimize="optimal", **dict(zip(given, values, strict=True)))
+        return found.sum() + other.sin().sum()
+
+    def gradients(run: Any) -> tuple[Tensor, ...]:
+        total = sum(run(block, one, *given.values()) for one in beside)
+        return torch.autograd.grad(total, leaves)
+
+    for _ in range(2):
+        found = gradients(functools.partial(checkpoint, use_reentrant=False))
+        want = gradients(lambda run, *values: run(*values))
+        for one, other in zip(found, want, strict=True):
+            torch.testing.assert_close(one, other)
 
 
 def test_large_buffers_are_not_kept() -> None:

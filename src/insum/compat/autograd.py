@@ -52,3 +52,13 @@ def wanted_gradients(ctx: Any) -> tuple[bool, ...]:
             any_yet = any_yet or requires
         found.append(requires)
     return tuple(found)
+
+
+_top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
+def keeps_as_they_are() -> bool:
+    """Whether what is saved for backward passes stays as it is: no hooks, as those of activation
+    checkpoints, count it or put other tensors in its place. False where this torch does not tell.
+    """
+    return _top_hooks is not None and _top_hooks(False) is None

@@ -116,7 +116,7 @@ def _each_once(found: list[Statement]) -> list[Statement]:
     for one in found:
         number = counts.pop((one.target, frozenset(Counter(_factors(one.value)).items())), 0)
         if number:
-            value = one.value if number == 1 else product([Number(number), one.value])
+            value = one.value if number == 1 else product([one.value, Number(number)])
             once.append(Statement(one.target, one.operator, value))
     return once
 

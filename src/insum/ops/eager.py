@@ -20,7 +20,7 @@ from insum.bounded import keep
 from insum.call.bound import BoundCall, BoundStage, FilledBuffers
 from insum.call.prepared import Kinds, kinds_of, prepare
 from insum.call.request import Form, Request, head
-from insum.compat.autograd import plain_apply, wanted_gradients
+from insum.compat.autograd import keeps_as_they_are, plain_apply, wanted_gradients
 from insum.compat.calls import autocasts, is_eager_call, is_plain_call, is_transformed, modes_now
 from insum.compat.contexts import outlived, without_autocast
 from insum.compat.many import any_batched, is_batched, over_items
@@ -231,9 +231,15 @@ class _Recorded(torch.autograd.Function):
         """``values`` are the tensors by name, and numbers; the context holds none of them."""
         call, ctx.spec = spec.call, spec
         assert call is not None
-        filled: FilledBuffers | None = {} if call.prepared.kept else None
+        filled: FilledBuffers | None = None
+        if call.prepared.kept and keeps_as_they_are():
+            filled = {}
         mode = "new" if initial is None else "from"
         result = call.run(mode, values, initial, False, filled)
+        if (
+            result._base is not None
+        ):  # memory of its own, of which autograd lets nobody write a view
+            result = result.data
         held: Any = map(values.get, spec.names) if spec.leaves else tensors
         ctx.initial_shape = None if initial is None else initial.shape
         more = attained(initial, result) if call.prepared.is_extremum else ()
