@@ -1,11 +1,12 @@
 """Reading a tensor at index expressions: views where they suffice, ``index_select`` for one index
-tensor, else advanced indexing.
+tensor, ``gather`` for one that runs beside all other dimensions, else advanced indexing.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -19,6 +20,15 @@ from insum.lang.expr import Access, Affine, Expr, Var, accesses
 Dim: TypeAlias = str | GraphValue
 #: Dtypes that torch can convert but not gather.
 _ONLY_CAST = (torch.uint16, torch.uint32, torch.uint64)
+
+
+@dataclass(frozen=True, slots=True)
+class PlacesAlong:
+    """Places along dimension ``dim``, of these variables, of which that of ``dim`` may be none."""
+
+    dim: int
+    places: Node
+    vars: tuple[str, ...]
 
 
 class AccessReader:
@@ -197,6 +207,14 @@ class AccessReader:
             return GraphValue(node, tuple(d for d in dims if isinstance(d, str)), dtype)
         if len(indexed) == 1 and plain.isdisjoint(indexed[0][1].vars):
             return self._selected(access, node, dims, *indexed[0], dtype)
+        along = self.along(dims, dtype)
+        if along is not None:
+            name = label(access, "gathered")
+            node = self.builder.call(torch.gather, node, along.dim, along.places, name=name)
+            node = (
+                node if along.vars[along.dim] else self.builder.call(torch.squeeze, node, along.dim)
+            )
+            return GraphValue(node, tuple(filter(None, along.vars)), dtype, True)
         front, order = self.indexed_dims(dims)
         rest = [k for k in range(len(dims)) if k not in front]
         if list(front) != list(range(len(front))):
@@ -204,6 +222,29 @@ class AccessReader:
         indices = tuple(self.builder.aligned(v, order) for v in front.values())
         node = self.builder.call(operator.getitem, node, indices, name=label(access, "gathered"))
         return GraphValue(node, (*order, *(str(dims[k]) for k in rest)), dtype, True)
+
+    def along(self, dims: list[Dim], dtype: torch.dtype) -> PlacesAlong | None:
+        """Where a CPU finds one number for each place of one dimension, and an index names those of
+        all others, as in ``x[b,t[b,k]]``; None elsewhere.
+        """
+        plain = [d for d in dims if isinstance(d, str)]
+        indexed = [(k, d) for k, d in enumerate(dims) if isinstance(d, GraphValue)]
+        if self.problem.device.type != "cpu" or len(indexed) != 1 or not plain:
+            return None
+        if dtype.itemsize == 1 and dtype.is_floating_point or dtype == torch.complex32:
+            return None
+        ((dim, index),) = indexed
+        own = [v for v in index.vars if v not in plain]
+        if len(own) > 1 or not {*plain} <= {*index.vars}:
+            return None
+        vars = (*plain[:dim], *(own or [""]), *plain[dim:])
+        places = self.builder.aligned(
+            self.builder.cast(index, torch.int64), tuple(filter(None, vars))
+        )
+        if not own:
+            places = self.builder.call(torch.unsqueeze, places, dim)
+        assert isinstance(places, Node)
+        return PlacesAlong(dim, places, vars)
 
     def _selected(
         self,

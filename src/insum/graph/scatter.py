@@ -1,5 +1,5 @@
 """Writing contributions to the left side: the mirror of reading. Views where they suffice,
-``index_add_``, ``index_put_`` or ``scatter_reduce_``.
+``index_add_``, ``scatter_add_``, ``index_put_`` or ``scatter_reduce_``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from functools import reduce
 import torch
 from torch.fx import Node
 
-from insum.graph.gather import AccessReader, Dim
+from insum.graph.gather import AccessReader, Dim, PlacesAlong
 from insum.graph.nodes import GraphBuilder, GraphValue
 from insum.graph.value import Evaluator
 from insum.lang.bind import Problem
@@ -221,6 +221,9 @@ class GraphWriter:
 
     def _write_points(self, view: Node, dims: list[Dim], value: GraphValue) -> None:
         """Several indices, or one that shares a variable with another dimension."""
+        along = self.reader.along(dims, self.evaluator.accumulator)
+        if along is not None:
+            return self._write_along(view, along, value)
         front, order = self.reader.indexed_dims(dims)
         rest = [k for k in range(len(dims)) if k not in front]
         source = self.builder.expanded(value, [*order, *(str(dims[k]) for k in rest)])
@@ -230,6 +233,17 @@ class GraphWriter:
             view = self.builder.call(torch.permute, view, (*front, *rest))
         indices = tuple(self.builder.aligned(v, order) for v in front.values())
         self.builder.method("index_put_", view, indices, source, accumulate=True, name=self._result)
+
+    def _write_along(self, view: Node, along: PlacesAlong, value: GraphValue) -> None:
+        source = self.builder.expanded(value, tuple(filter(None, along.vars)))
+        if not along.vars[along.dim]:
+            source = self.builder.call(torch.unsqueeze, source, along.dim)
+        arguments = view, along.dim, along.places, source
+        if self.extremum:
+            how = "amax" if self.problem.statement.operator == "max=" else "amin"
+            self.builder.method("scatter_reduce_", *arguments, how, name=self._result)
+        else:
+            self.builder.method("scatter_add_", *arguments, name=self._result)
 
     def _reduce_points(
         self,

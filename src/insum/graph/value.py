@@ -347,6 +347,8 @@ class Evaluator:
                 lying = sorted([first, second], key=lambda f: -len(f.vars))
                 outer = [v for v in _variables(lying) if v in result and v not in inner]
                 result = (*outer, *inner)
+            if len(left) == 1 and {*left[0].vars} == {*result}:
+                result = left[0].vars  # number by number, as both lie
             two = [first, second]
             is_sum = self._of_many_vectors(two, result) or self._is_pointwise(two, result)
             left.append((self._multiplied if is_sum else self._einsum)(two, result, dtype))
@@ -401,11 +403,18 @@ class Evaluator:
         if not self._is_within(factors, kept):
             return False
         small, large = sorted((set(f.vars) for f in factors), key=len)
-        if small == large:
+        if small == large or self._is_inside(factors, kept):
             return True
         summed = small - set(kept)
         found = self.sums[tuple(sorted(summed))] = is_short(self.problem, summed)
         return found
+
+    def _is_inside(self, factors: list[GraphValue], kept: tuple[str, ...]) -> bool:
+        """Whether a product of matrices for each number of an innermost dimension would have to
+        move everything first.
+        """
+        inner = {f.vars[-1] for f in factors}
+        return len(inner) == 1 and inner <= {*kept}
 
     def _is_within(self, factors: list[GraphValue], kept: tuple[str, ...]) -> bool:
         """Whether a CPU sums a product of two factors over variables of both, of which one has no

@@ -81,7 +81,7 @@ def chunks_of(problem: Problem) -> Chunks | None:
     nbytes = wide.itemsize * _volume(largest, extents)
     if nbytes <= 2 * AT_ONCE or _is_of_products(problem, nbytes):
         return None
-    for var in sorted(largest, key=lambda v: -extents[v]):
+    for var in sorted(largest, key=lambda v: (adds_up_much(problem, v), -extents[v])):
         found = dims_of(problem, var)
         if found is not None and extents[var] > 1:
             dims, along = found
@@ -122,6 +122,13 @@ def most_at_once(problem: Problem) -> int:
     """Bytes of the largest intermediate of the graph."""
     extents = {v: int(n) for v, n in problem.extents.items()}
     return meeting_dtype(problem).itemsize * _volume(_largest(problem), extents)
+
+
+def adds_up_much(problem: Problem, var: str) -> bool:
+    """Whether every part of a variable would be added to more than a part is itself."""
+    if not is_dense(problem) or any(i.var == var for i in problem.statement.target.indices):
+        return False
+    return meeting_dtype(problem).itemsize * prod(int(n) for n in problem.shape) > AT_ONCE
 
 
 def runs_through(problem: Problem, var: str) -> bool:

@@ -25,6 +25,7 @@ from insum.host.operations import (
     einsum,
     einsum_without_library,
     lower_on_host,
+    made_in_order,
 )
 from insum.host.places import Lowering
 from insum.host.roles import FLOATS, cast
@@ -189,7 +190,9 @@ def _joint(problems: Sequence[Problem]) -> tuple[JointGraph, list[int]] | None:
         places = chunks.dims_of(problem, var) if var else None
         along = places[1] if places else -1
         new = chunks.is_dense(problem) and (along >= 0 or not var)
-        members.append(JointMember(problem, lower_on_host(wide, "new" if new else "into"), along))
+        members.append(
+            JointMember(problem, lower_on_host(wide, "new" if new else "into", alone=False), along)
+        )
     merged = merged_graphs([member.graph for member in members])
     joint = JointGraph(merged.module, tuple(members), merged.arguments, var, step, dims)
     return joint, merged.shared
@@ -204,7 +207,8 @@ def _parted(problems: Sequence[Problem]) -> tuple[str, int, dict[str, int]] | No
     if most <= (MOST_AT_ONCE if at_once else 2 * chunks.AT_ONCE):
         return "", 1, {}
     extents = {v: int(n) for problem in problems for v, n in problem.extents.items()}
-    for var in sorted(extents, key=lambda v: -extents[v]) if not at_once else ():
+    much = {v: sum(chunks.adds_up_much(problem, v) for problem in problems) for v in extents}
+    for var in sorted(extents, key=lambda v: (much[v], -extents[v])) if not at_once else ():
         dims = _dims(problems, var)
         if dims is not None and extents[var] > 1:
             return var, max(1, extents[var] * (chunks.AT_ONCE // 2) // most), dims
@@ -256,6 +260,7 @@ def merged_graphs(graphs: Sequence[Lowered]) -> MergedGraphs:
                     source = found.args[0] if found.target is torch.permute else found
                     users.setdefault(source, set()).add(number)  # type: ignore[arg-type]
     merged.output(results)
+    made_in_order(merged)
     module = GraphModule(torch.nn.Module(), merged, class_name="Insum")
     shared = [who for who in users.values() if len(who) > 1]
     return MergedGraphs(

@@ -15,7 +15,7 @@ from math import prod
 import numpy
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from insum.graph.lower import MOST_GRAPHS, Lowered, lower
 from insum.host.library import has_library
@@ -26,20 +26,23 @@ MOST_PRODUCT = 1 << 18
 _FLOATS = torch.float32, torch.float64
 
 
-def lower_on_host(problem: Problem, mode: str = "new") -> Lowered:
-    """The graph of a problem, as this CPU is to run it: of plain tensors, without being traced."""
-    return _with_operations(lower(problem, mode), has_library())
+def lower_on_host(problem: Problem, mode: str = "new", *, alone: bool = True) -> Lowered:
+    """The graph of a problem, as this CPU is to run it: of plain tensors, without being traced.
+    ``alone``: it is not to be merged with others.
+    """
+    return _with_operations(lower(problem, mode), has_library(), alone)
 
 
 @lru_cache(maxsize=MOST_GRAPHS)
-def _with_operations(lowered: Lowered, library: bool) -> Lowered:
-    copied = torch.fx.Graph()
+def _with_operations(lowered: Lowered, library: bool, alone: bool) -> Lowered:
+    copied = Graph()
     copied.output(copied.graph_copy(lowered.module.graph, {}))
     changed = False
     for node in copied.nodes:
         operation = _operation(node, library)
         if operation is not None:
             node.op, node.target, changed = "call_function", operation, True
+    changed |= alone and made_in_order(copied)
     if not changed:
         return lowered
     return replace(lowered, module=GraphModule(lowered.module, copied))
@@ -55,6 +58,30 @@ def _operation(node: Node, library: bool) -> Callable[..., Tensor] | None:
     if node.op == "call_method" and node.target in ("index_put_", "index_add_"):
         return add_at if node.target == "index_put_" else add_rows
     return None
+
+
+def made_in_order(graph: Graph) -> bool:
+    """Compute products as they are to lie in memory, instead of moving them afterwards."""
+    changed = False
+    for node in [*graph.nodes]:
+        if node.target != "contiguous":
+            continue
+        (before,) = node.all_input_nodes
+        operation = _in_order(before)
+        if operation is not None and len(before.users) == 1:
+            node.op, node.target, node.args = "call_function", operation, before.args
+            graph.erase_node(before)
+            changed = True
+    return changed
+
+
+def _in_order(node: Node) -> Callable[..., Tensor] | None:
+    """What computes the same, and gives it as its dimensions are."""
+    if len(node.all_input_nodes) != 2 or node.kwargs:
+        return None
+    if node.target is einsum:
+        return einsum_in_order
+    return multiplied_in_order if node.target is torch.mul else None
 
 
 # --- rows -----------------------------------------------------------------------------------------
@@ -247,3 +274,45 @@ def einsum_without_library(equation: str, a: Tensor, b: Tensor) -> Tensor:
     with numpy.errstate(all="ignore"):  # infinities are as good as they are in torch
         product = torch.from_numpy(numpy.matmul(left, right))
     return product.view(*outer, *m, *n).permute(way.result)
+
+
+def einsum_in_order(equation: str, a: Tensor, b: Tensor) -> Tensor:
+    """`einsum`, and the result as its dimensions are: large products of a batch are written where
+    they belong, which takes a fifth of the time of moving all of them there.
+
+    >>> a, b = torch.ones(5, 2, 3), torch.ones(2, 3, 4)
+    >>> einsum_in_order("bni,nio->bno", a, b).is_contiguous()
+    True
+    """
+    way = _batched_product(equation)
+    if way is None or not _is_one_each(way) or a.dtype is not b.dtype:
+        return einsum(equation, a, b).contiguous()
+    one, other = (b, a) if way.swapped else (a, b)
+    first, second = one.permute(way.first), other.permute(way.second)
+    sizes = *first.shape[:2], second.shape[2]
+    if first.shape[1] * second.shape[1] * second.shape[2] < MOST_PRODUCT:
+        return einsum(equation, a, b).contiguous()
+    found = a.new_empty([sizes[k] for k in way.result])
+    places = found.permute([way.result.index(k) for k in range(3)])
+    torch.bmm(first, second, out=places)
+    return found
+
+
+def _is_one_each(way: _BatchedProduct) -> bool:
+    """Whether there is one dimension of each sort, and the result is to be moved."""
+    sorts = way.batch, way.rows, way.columns, len(way.first)
+    return sorts == (1, 1, 1, 3) and way.result[0] != 0
+
+
+def multiplied_in_order(a: Tensor | float, b: Tensor | float) -> Tensor:
+    """The same of a product of numbers.
+
+    >>> multiplied_in_order(torch.ones(2, 3).T, torch.ones(2)).stride()
+    (2, 1)
+    """
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        return torch.mul(a, b).contiguous()
+    if a.is_contiguous() and b.is_contiguous():
+        return torch.mul(a, b).contiguous()
+    shape = numpy.broadcast_shapes(a.shape, b.shape)
+    return torch.mul(a, b, out=torch.empty(shape, dtype=torch.result_type(a, b)))
