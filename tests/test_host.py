@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import random
 import weakref
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ from insum.host import (
     block_rows,
     blocks,
     chunks,
+    diagonals,
     operations,
     pattern_axes,
     patterns,
@@ -1365,3 +1367,85 @@ def test_a_graph_that_hardly_gathers_is_no_pattern(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(patterns, "STARTING", 1 << 21)
     assert "patterns" not in str(insum.explain(text, x=many, q=q, c=c))
     torch.testing.assert_close(insum.insum(text, x=many, q=q, c=c), many @ c[q])
+
+
+# --- diagonals ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DrawnDiagonal:
+    """A statement with one index that counts along a diagonal, at drawn sizes."""
+
+    text: str
+    values: dict[str, Tensor]
+    shape: tuple[int, ...]
+
+
+def draw_diagonal(draw: random.Random) -> DrawnDiagonal:
+    sizes = {v: draw.randint(1, 9) for v in "hijf"}
+    a, b = draw.choice((1, 1, -1)), draw.choice((-1, 1, -1, 2, -2, 3))
+    ends = [(by * (sizes[v] - 1)) for v, by in (("j", a), ("i", b))]
+    least, most = (sum(pick(0, end) for end in ends) for pick in (min, max))
+    before = draw.randint(0, 2) - least
+    sizes["u"] = most + before + 1 + draw.randint(0, 2)
+    steps = draw.sample([("j", a), ("i", b)], 2)
+    place = "".join(f"{by:+}*{var}" for var, by in steps) + f"+{before}"
+    generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
+
+    def spelt(name: str, vars: str) -> str:
+        inner = ",".join(place.lstrip("+") if v == "u" else v for v in vars)
+        return f"{name}[{inner}]"
+
+    held = {"s": draw.choice(("hij", "hji", "ihj", "jhi")), "q": draw.choice(("hif", "if", "fhi"))}
+    held |= {"r": draw.choice(("uf", "fu")), "m": "ij"}
+    left = draw.choice("sqr")
+    read = [name for name in "sqr" if name != left] + draw.sample(["m"], draw.randint(0, 1))
+    values = {}
+    for name in read:
+        given = torch.randn([sizes[v] for v in held[name]], generator=generator)
+        values[name] = given.to(draw.choice((torch.float32, torch.float64, torch.float16)))
+        if draw.random() < 0.2:
+            values[name] = values[name].transpose(0, -1).contiguous().transpose(0, -1)
+    scale = draw.choice(("", "2 * "))
+    text = f"{spelt(left, held[left])} = {scale}{' * '.join(spelt(n, held[n]) for n in read)}"
+    return DrawnDiagonal(text, values, tuple(sizes[v] for v in held[left]))
+
+
+def test_diagonals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagonals, "LEAST_POINTS", 1)
+    monkeypatch.setattr(diagonals, "LEAST_REUSE", 1)
+    taken, run = list[str](), diagonals.Diagonals.__call__
+    monkeypatch.setattr(
+        diagonals.Diagonals, "__call__", lambda way, call: taken.append("") or run(way, call)
+    )
+    draw = random.Random(0)
+    for _ in range(200):
+        case = draw_diagonal(draw)
+        found = insum.insum(case.text, out_shape=case.shape, **case.values)
+        sizes = {case.text[0]: case.shape}
+        want = torch.from_numpy(insum.testing.oracle(case.text, case.values, sizes=sizes)).double()
+        most = 1e-2 if found.dtype == torch.float16 else 1e-5
+        error = (found.double() - want).norm() / want.norm().clamp(min=1e-9)
+        assert error <= most and found.is_contiguous(), case
+    assert len(taken) > 60
+
+
+def test_what_is_not_finite_meets_no_place_between_diagonals() -> None:
+    """An infinite row that some points do not meet does nothing to them."""
+    draw = torch.Generator().manual_seed(0)
+    ds, r = torch.randn(4, 50, 50, generator=draw), torch.randn(99, 20, generator=draw)
+    r[3] = math.inf
+    found = insum.insum("dq[h,i,f] = ds[h,i,j] * r[j-i+49,f]", ds=ds, r=r)
+    places = torch.arange(50) - torch.arange(50)[:, None] + 49
+    want = torch.einsum("hij,ijf->hif", ds, r[places])
+    assert torch.equal(found.isfinite(), want.isfinite())
+    assert not want.isfinite().all() and want.isfinite().any()
+    torch.testing.assert_close(found[want.isfinite()], want[want.isfinite()])
+
+
+@pytest.mark.parametrize("columns", [4, 40])
+def test_bands_are_no_diagonals(columns: int) -> None:
+    """Of all places few are met: a matrix of them would be mostly zeros."""
+    values = {"A": torch.ones(3000, 9), "x": torch.ones(3008, columns)}
+    problem = request_of("y[i,f] = A[i,k] * x[i+k,f]", None, None, ()).bind(values)
+    assert diagonals.diagonals_of(problem) is None

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from insum.host.joint import JointGraph
     from insum.host.places import Lowering
 
+#: Ways that make nothing of index tensors that would be worth keeping.
+KEEP_NOTHING = ("graph", "chunks")
 #: Calls that are one graph with others, of one call.
 MOST_JOINTS = 8
 
@@ -39,6 +41,10 @@ def run(
         lowered = lowering(call, mode, values)
         if lowered is None:
             return None
+    if lowered is not None and lowered.name in KEEP_NOTHING:
+        call.look_now(values)
+        wrap = call.wrapped if call.prepared.form.wraps else None
+        return _put(lowered(HostCall(values, {}, wrap)), mode, target)
     entries = {}
     for name in call.prepared.indices:
         index: Any = values[name]
@@ -57,7 +63,11 @@ def run(
     if call.checked != given.serials:  # of the same index tensors, as they are
         _check(call, entries, values)
         call.checked = given.serials
-    result = lowered(given)
+    return _put(lowered(given), mode, target)
+
+
+def _put(result: Tensor, mode: str, target: Tensor | None) -> Tensor:
+    """What is new, or added to something."""
     if target is None:
         return result
     return target.add_(result) if mode == "into" else (target + result).to(target.dtype)

@@ -19,6 +19,7 @@ from insum.host.blocks import blocks_of
 from insum.host.by_row import by_row_of
 from insum.host.chunks import chunks_of
 from insum.host.convolution_roles import convolution_of
+from insum.host.diagonals import diagonals_of
 from insum.host.dots import dots_of
 from insum.host.operations import lower_on_host
 from insum.host.parts import SubProblem
@@ -94,7 +95,7 @@ def choose(problem: Problem, *, new: bool = True) -> Lowering | None:
         return None
     if not new and problem.dtype in FLOATS:
         problem = replace(problem, dtype=meeting_dtype(problem))
-    windows = convolution_of(problem) or slices_of(problem)
+    windows = diagonals_of(problem) or convolution_of(problem) or slices_of(problem)
     if windows is not None:
         return windows
     roles = roles_of(problem)
