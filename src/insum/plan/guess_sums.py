@@ -43,6 +43,9 @@ SHARED_TILE = 64, 128, 2
 #: Sums of windows that one warp has, how many steps of each are read before the first is added, and
 #: bytes of a row of them where windows lie along it.
 WINDOW_SUMS, WINDOW_STEPS, WINDOW_ROW_BYTES = 512, 4, 1024
+#: Steps of a column up to which its thread may be one of few, and bytes that so many threads as
+#: hide longer ones read at a time.
+SHORT_COLUMN, ENOUGH_BYTES = 16, 1 << 19
 #: Rows and columns of a tile that gathers number by number, of lists of at most so many.
 LISTED_ROWS, LISTED_COLUMNS, MOST_LISTED = 2, 256, 16
 #: Rows of windows that share a tile, and how much of them is read at most in a step.
@@ -273,8 +276,11 @@ def _down_columns(tile: SummedTile) -> Config | None:
     along = contiguity(plan.factors, roles.n[-1]) > 0
     if not along or contiguity(plan.factors, roles.k[-1]):
         return None
-    if output_places(plan, tile.extents) < ENOUGH_PROGRAMS * OWN_THREADS:
+    places = output_places(plan, tile.extents)
+    if places < ENOUGH_PROGRAMS * OWN_THREADS:
         return None
+    if extent(roles.k, tile.extents) > SHORT_COLUMN and places * row_bytes(plan) < ENOUGH_BYTES:
+        return None  # too few threads for so many steps
     n = _hardly_idle(extent(roles.n, tile.extents), min(n, 2 * OWN_THREADS))
     return Config(m=1, n=n, k=1, warps=1, stages=WINDOW_STEPS)
 

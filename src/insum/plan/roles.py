@@ -392,20 +392,17 @@ def _held_axis(roles: Roles) -> str:
 
 def _summed_instead(roles: Roles) -> str:
     """A short summed variable for the N axis where the kept ones walk no innermost dimension and it
-    does.
+    does; a longer one where several do.
 
     Then the tile reads memory in order, and the axis is summed after the loop. Kept variables go to
     the grid, but for the rows of a segmented output, whose tiles are as deep as their entries.
     """
     if any(contiguity(roles.factors, v) for v in roles.kept):
         return ""
-    short = [
-        v
-        for v in roles.summed
-        if SMALLEST_DOT <= roles.extents[v] <= (LONGEST_ROW if roles.row else FLATTEN_UP_TO)
-        and v != roles.segment
-        and contiguity(roles.factors, v)
-    ]
+    along = [v for v in roles.summed if contiguity(roles.factors, v)]
+    # where one factor lies along one, and another along another, a tile of both reads whole lines
+    most = LONGEST_ROW if roles.row or len(along) > 1 else FLATTEN_UP_TO
+    short = [v for v in along if SMALLEST_DOT <= roles.extents[v] <= most and v != roles.segment]
     if roles.row:
         return max(short, key=lambda v: contiguity(roles.factors, v), default="")
     long = [v for v in roles.summed if v not in short]
