@@ -25,7 +25,8 @@ from torch import Tensor
 import insum
 from insum import facts, memory
 from insum.call import prepared as calls
-from insum.call.bound import BoundCall
+from insum.call import running
+from insum.call.prepared import BoundCall
 from insum.codegen.unrolled import emit_unrolled
 from insum.plan.sizes import OUT, WORK
 from insum.runtime import fused_kind, program, which_program
@@ -212,13 +213,13 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
     monkeypatch.setattr(BoundLaunch, "interpret", lambda *given: counter(*given))
 
     monkeypatch.setattr(prologue, "on_device", lambda table: False)
-    ran = BoundCall.run
+    ran = running.run
 
     def run(one: BoundCall, *given: Any) -> Tensor:
         counter.calls += 1
         return ran(one, *given)
 
-    monkeypatch.setattr(BoundCall, "run", run)
+    monkeypatch.setattr(running, "run", run)
 
     def wishes(base: str, device: torch.device | None = None) -> Any:
         precision = precision_of("sm_90")  # the interpreter knows but one

@@ -19,8 +19,7 @@ import insum
 from insum import memory
 from insum.bench import tensor_product
 from insum.call import on_host
-from insum.call.bound import BoundCall
-from insum.call.prepared import kinds_of
+from insum.call.prepared import BoundCall, kinds_of
 from insum.call.request import request_of
 from insum.formats import COO, GroupCOO
 from insum.graph.contraction import cheapest

@@ -61,7 +61,7 @@ TESTING_OVER_ALL = (
     "testing.drawn_programs",
 )
 #: What it does on request: call the public function that it tests, count compilations.
-TESTING_MAY_CALL = TESTING_MAY_IMPORT | {"", "compat"}
+TESTING_MAY_CALL = TESTING_MAY_IMPORT | {"api", "compat"}
 
 OPTIONAL = frozenset(
     {"scipy", "matplotlib", "rich", "typer", "torch_geometric", "hypothesis", "pandas"}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import insum
+from insum.call import running
 from insum.call.prepared import prepare
 from insum.call.request import Request
 from insum.host import choose, chunks, joint
@@ -184,7 +185,7 @@ def test_several_statements() -> None:
     assert found is not None and found[1] == (0, 1, 2)
     results = found[0](values)
     for call, own, result in zip(calls, reads, results):
-        torch.testing.assert_close(result, call.run("new", own, None))
+        torch.testing.assert_close(result, running.run(call, "new", own, None))
 
 
 def test_gradients_of_gradients_are_as_before() -> None:

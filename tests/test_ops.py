@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.func import grad, jacrev, vmap
 
 import insum
-from insum.call.bound import BoundCall
+from insum.call import running
+from insum.call.prepared import BoundCall
 from insum.call.request import Request, head
 from insum.compat import calls
 from insum.compat import tensors as compat_tensors
@@ -880,17 +881,17 @@ def test_padding_goes_no_lower_than_minus_one() -> None:
 def test_gradients_that_are_to_be_negated(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the last backward pass ran read a gradient as it lies in memory."""
     told: list[tuple[bool, bool]] = []
-    original = BoundCall.run
+    original = running.run
 
-    def run(self: BoundCall, mode: str, values: Any, *rest: Any) -> Tensor:
+    def run(call: BoundCall, mode: str, values: Any, *rest: Any) -> Tensor:
         tensors = [v for v in values.values() if isinstance(v, Tensor)]
-        told.append((self.prepared.negated, any(map(Tensor.is_neg, tensors))))
-        return original(self, mode, values, *rest)
+        told.append((call.prepared.negated, any(map(Tensor.is_neg, tensors))))
+        return original(call, mode, values, *rest)
 
     x, d = torch.randn(4, 3, requires_grad=True), torch.tensor([0, 2, 2, 1])
     result = insum.insum("y[d[e],f] = x[e,f]", d=d, x=x, out_shape=(3, 3))
     given = torch.randn(3, 3)
-    monkeypatch.setattr(BoundCall, "run", run)
+    monkeypatch.setattr(running, "run", run)
     for _ in range(2):
         for upstream in (given, torch._neg_view(given)):
             (found,) = torch.autograd.grad(result, x, upstream, retain_graph=True)

@@ -19,8 +19,9 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
 import insum
-from insum.call.bound import BoundStage, FilledBuffers, _run_stages
-from insum.call.prepared import kinds_of, prepare
+from insum.call import running
+from insum.call.filled import FilledBuffers
+from insum.call.prepared import BoundStage, kinds_of, prepare
 from insum.call.request import Form, request_of
 from insum.call.stages import Stage, layouts_of, stages_of
 from insum.lang.expr import accesses, tensors_of, variables
@@ -540,11 +541,11 @@ def test_a_pattern_is_no_code_book() -> None:
 
 def test_gradients_of_one_pass_share_their_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     filled: list[tuple[str, int]] = []
-    fill = BoundStage.fill
+    fill = running.fill
 
-    def watched(self: BoundStage, *given: Any) -> Tensor:
-        found = fill(self, *given)
-        filled.append((self.stage.form.statement, id(found)))
+    def watched(one: BoundStage, *given: Any) -> Tensor:
+        found = fill(one, *given)
+        filled.append((one.stage.form.statement, id(found)))
         return found
 
     draw = torch.Generator().manual_seed(0)
@@ -558,7 +559,7 @@ def test_gradients_of_one_pass_share_their_buffers(monkeypatch: pytest.MonkeyPat
     expected = torch.autograd.grad(want, [*given.values()], upstream)
     statement = "T[a,b,c] = G[i,j,k] * A[a,i] * B[b,j] * C[c,k]"
     found = insum.insum(statement, optimize="optimal", **given)
-    monkeypatch.setattr(BoundStage, "fill", watched)
+    monkeypatch.setattr(running, "fill", watched)
     gradients = torch.autograd.grad(found, [*given.values()], upstream)
     for one, other in zip(gradients, expected, strict=True):
         torch.testing.assert_close(one, other)
@@ -569,14 +570,14 @@ def test_gradients_of_one_pass_share_their_buffers(monkeypatch: pytest.MonkeyPat
 def _watch_fills(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The statements that computed a buffer."""
     run: list[str] = []
-    fill, found_before = BoundStage.fill, BoundStage.filled
+    fill, found_before = running.fill, BoundStage.filled
 
-    def watched(self: BoundStage, given: Any, filled: FilledBuffers | None) -> Tensor:
-        if filled is None or found_before(self, given, filled) is None:
-            run.append(self.stage.form.statement)
-        return fill(self, given, filled)
+    def watched(one: BoundStage, given: Any, filled: FilledBuffers | None) -> Tensor:
+        if filled is None or found_before(one, given, filled) is None:
+            run.append(one.stage.form.statement)
+        return fill(one, given, filled)
 
-    monkeypatch.setattr(BoundStage, "fill", watched)
+    monkeypatch.setattr(running, "fill", watched)
     return run
 
 
@@ -668,14 +669,13 @@ def test_what_is_kept_is_the_same_when_a_checkpoint_runs_again(
             torch.testing.assert_close(one, other)
 
 
-def test_large_buffers_are_not_kept() -> None:
+def test_large_buffers_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take no more than what is kept anyway, all together, and are those that are read."""
     kinds = ["read", "large", "other", "read as well", "one too many"]
     sizes = dict(zip(kinds, (40, 70, 20, 50, 20), strict=True))
     stages = [(SimpleNamespace(kinds=kind), torch.ones(sizes[kind])) for kind in kinds]
-    call: Any = SimpleNamespace(
-        buffers=lambda values, filled: stages, prepared=SimpleNamespace(kept={*kinds} - {"other"})
-    )
+    call: Any = SimpleNamespace(prepared=SimpleNamespace(kept={*kinds} - {"other"}))
+    monkeypatch.setattr(running, "buffers", lambda *given: stages)
     values = {"A": torch.ones(100), "s": 2.0}
     kept = eager._buffers_to_keep(call, values, {})
     assert [one.kinds for one, _ in kept] == ["read", "read as well"]
@@ -683,7 +683,7 @@ def test_large_buffers_are_not_kept() -> None:
 
 def test_buffers_that_are_gone_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that was too large to be kept is no longer there, and another may be where it was."""
-    monkeypatch.setattr("insum.call.bound.MOST_FILLED", 10_000)
+    monkeypatch.setattr("insum.call.running.MOST_FILLED", 10_000)
     n, draw = 100, torch.Generator().manual_seed(0)
 
     def stage(text: str, fills: str, rank: int, **sizes: int) -> BoundStage:
@@ -704,7 +704,7 @@ def test_buffers_that_are_gone_are_not_shared(monkeypatch: pytest.MonkeyPatch) -
     filled: FilledBuffers = {}
     for turn in range(12):
         stages = large[turn % 2], small, last
-        got = _run_stages(stages, "new", values, None, filled)
+        got = running._run_stages(stages, "new", values, None, filled)
         first, second = (A, B) if turn % 2 == 0 else (B, A)
         torch.testing.assert_close(got, first @ second.T @ values["C"] * values["C"])
 

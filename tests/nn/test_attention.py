@@ -109,7 +109,7 @@ def test_loops_leave_no_places_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None
         asked.append((options["padded"], options["dst"]))
         return run(*args, **options)
 
-    monkeypatch.setattr(insum, "insum", seen)
+    monkeypatch.setattr("insum.nn.attention.insum", seen)
     layer = GATConv(5, 4, bias=False)
     found = layer(x, edges)
     assert {padded for padded, _ in asked} == {()}

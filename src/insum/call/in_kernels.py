@@ -11,12 +11,12 @@ from torch import Tensor
 
 from insum.bounded import is_first
 from insum.call.overlap import shares_memory, written_to
+from insum.call.prepared import BoundCall
 from insum.compat.calls import is_profiled
 from insum.errors import NotFusedError
 from insum.lang.bind import Value
 
 if TYPE_CHECKING:
-    from insum.call.bound import BoundCall
     from insum.runtime.fused import FusedCall
     from insum.runtime.program import Refusal
 
@@ -31,7 +31,7 @@ def kernels_of(
     if prepared.settings.backend == "graph":
         fall_back(call, values, 'settings.backend is "graph"')
         return None
-    call.fused = prepared.fused.call(call.spans, call.shape, call.extents)
+    call.fused = prepared.fused_call(call.spans, call.shape, call.extents)
     if prepared.searches:
         _search(call, values, target)
     return call.fused
@@ -60,7 +60,7 @@ def alone(
     if prepared.orderable and call.staged(values, in_place=in_place):
         return None
     if call.fused is None:  # as `kernels_of`, for every new size of a training step
-        call.fused = prepared.fused.call(call.spans, call.shape, call.extents)
+        call.fused = prepared.fused_call(call.spans, call.shape, call.extents)
     return call.fused
 
 

@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from insum.call.overlap import shares_memory
-from insum.graph.lower import lower
+from insum.call.prepared import BoundCall
+from insum.graph.lower import SizedGraph, lower
 from insum.lang.bind import Value
-
-if TYPE_CHECKING:
-    from insum.call.bound import BoundCall
-
-
-@dataclass(frozen=True, slots=True)
-class SizedGraph:
-    """A graph of torch operations, and the sizes to call it with."""
-
-    forward: Callable[..., Tensor]
-    inputs: tuple[str, ...]
-    sizes: tuple[Any, ...]
-    late: tuple[str, ...]
 
 
 def run(
@@ -33,7 +19,7 @@ def run(
     target: Tensor | None,
     on_host: bool = False,
 ) -> Tensor:
-    """The result of the graph; see `BoundCall.run`. ``on_host``: with the operations that a CPU has
+    """The result of the graph; see `running.run`. ``on_host``: with the operations that a CPU has
     of its own; nobody looks on.
     """
     graph = call.graphs.get((mode, on_host)) or _lowered(call, mode, values, on_host)

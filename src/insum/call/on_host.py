@@ -10,13 +10,13 @@ from torch import Tensor
 
 from insum import memory
 from insum.bounded import keep
+from insum.call.prepared import BoundCall
 from insum.compat.calls import is_undisturbed
 from insum.host.arguments import HostCall
 from insum.lang.bind import Value
 from insum.runtime.check import bounds_of, verify
 
 if TYPE_CHECKING:
-    from insum.call.bound import BoundCall
     from insum.host.arguments import IndexEntries
     from insum.host.joint import JointGraph
     from insum.host.places import Lowering
@@ -44,7 +44,8 @@ def run(
     if lowered is not None and lowered.name in KEEP_NOTHING:
         call.look_now(values)
         wrap = call.wrapped if call.prepared.form.wraps else None
-        return _put(lowered(HostCall(values, {}, wrap)), mode, target)
+        result = lowered(HostCall(values, {}, wrap))
+        return result if target is None else _put(result, mode, target)
     entries = {}
     for name in call.prepared.indices:
         index: Any = values[name]
@@ -63,13 +64,12 @@ def run(
     if call.checked != given.serials:  # of the same index tensors, as they are
         _check(call, entries, values)
         call.checked = given.serials
-    return _put(lowered(given), mode, target)
+    result = lowered(given)
+    return result if target is None else _put(result, mode, target)
 
 
-def _put(result: Tensor, mode: str, target: Tensor | None) -> Tensor:
-    """What is new, or added to something."""
-    if target is None:
-        return result
+def _put(result: Tensor, mode: str, target: Tensor) -> Tensor:
+    """What is added to something."""
     return target.add_(result) if mode == "into" else (target + result).to(target.dtype)
 
 

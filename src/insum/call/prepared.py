@@ -2,7 +2,8 @@
 
     Kinds          one statement with its options; which kinds of tensors it was called with
     PreparedCall   one kind: dtypes, ranks, device, modes. Bound once; sizes are symbols
-    BoundCall      the same with the sizes and strides of a call, which runs (`bound`)
+    BoundCall      the same with the sizes and strides of a call, which runs (`running`)
+    BoundStage     one of the statements that it is made of, where it is several
 
 Eager calls, compiled statements, layers, gradients and fused programs all come here: a call finds
 its `PreparedCall` by one guard, its `BoundCall` by its sizes, and the program by what is known of
@@ -12,15 +13,16 @@ its index tensors.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from insum.bounded import keep
-from insum.call.bound import BoundCall, BoundStage
+from insum.call.filled import FilledBuffer, FilledBuffers
 from insum.call.request import Form, Request, head
 from insum.call.stages import Stage, is_copyable, is_orderable, layouts_of, size_key, stages_of
 from insum.compat.calls import modes_now
@@ -28,14 +30,21 @@ from insum.compat.tensors import kinds_guard
 from insum.lang.bind import Problem, Value
 from insum.lang.expr import Access, accesses, tensors_of
 from insum.lang.measure import Measure, measure_of
+from insum.lang.problem import resized
 from insum.plan.library import is_left_to_library, may_be_left_to_library
 from insum.plan.path import is_path
 from insum.plan.uses import Use, uses_of
+from insum.runtime.check import in_range, live_uses, ranges_of, verify
 from insum.settings import SettingValues, settings
 
 if TYPE_CHECKING:
+    from insum.graph.lower import SizedGraph
+    from insum.host.joint import JointGraph
+    from insum.host.places import Lowering
+    from insum.runtime.fused import FusedCall
     from insum.runtime.fused_kind import FusedKind
 
+MakeFused: TypeAlias = "Callable[[tuple[int, ...], tuple[int, ...], Mapping[str, int]], FusedCall]"
 #: Statements with their options, kinds of tensors of one, sizes of one kind, and those of them that
 #: are recognised by one comparison.
 MOST_FORMS, MOST_KINDS, MOST_SIZES, MOST_RECENT = 4096, 64, 40, 4
@@ -223,12 +232,21 @@ class PreparedCall:
         return self._fused_kind(based=False)
 
     @functools.cached_property
-    def based(self) -> FusedKind:
+    def fused_call(self) -> MakeFused:
+        """Makes the generated kernels of certain sizes."""
+        from insum.runtime.fused import FusedCall  # which takes a while to import
+
+        return functools.partial(FusedCall, self.fused)
+
+    @functools.cached_property
+    def based_call(self) -> MakeFused:
         """The same, of results that are accumulated from a tensor."""
-        return self._fused_kind(based=True)
+        from insum.runtime.fused import FusedCall
+
+        return functools.partial(FusedCall, self._fused_kind(based=True))
 
     def _fused_kind(self, *, based: bool) -> FusedKind:
-        from insum.runtime.fused_kind import fused_kind  # which takes a while to import
+        from insum.runtime.fused_kind import fused_kind
         from insum.runtime.shelf import Shelf
 
         form, problem = self.form, self.problem
@@ -287,6 +305,165 @@ class PreparedCall:
             if values[name].requires_grad:  # type: ignore[union-attr]
                 return True
         return False
+
+
+# --- one call ---
+
+
+class BoundCall:
+    """A call of certain sizes and strides."""
+
+    __slots__ = (
+        *("_problem", "_staged", "_uses", "based", "checked", "count", "derived", "extents"),
+        *("forward", "fused", "graphs", "joints", "little", "lowerings", "prepared", "ranges"),
+        *("recorded", "shape", "sizes", "spans", "waits"),
+    )
+
+    def __init__(
+        self,
+        prepared: PreparedCall,
+        spans: tuple[int, ...],
+        shape: tuple[int, ...],
+        extents: Mapping[str, int],
+        sizes: tuple[int, ...],
+    ) -> None:
+        """``spans`` are the ``extents``, in the order of the problem's, ``shape`` that of the
+        output, ``sizes`` those that were given.
+        """
+        self.prepared, self.sizes = prepared, sizes
+        self.spans, self.shape, self.extents = spans, shape, extents
+        self.count = 1
+        #: By layouts and by derived statement, the calls that its backward passes have found.
+        self.derived: dict[object, dict[Any, BoundCall]] = {}
+        #: What autograd records of it, and what its gradients are derived from (`ops.eager`).
+        self.recorded: Any = None
+        self.forward: Any = None
+        self._problem: Problem | None = None
+        self._uses: tuple[Use, ...] | None = None
+        #: Of the indexed dimensions that have a point, the least and the largest value.
+        self.ranges: tuple[tuple[str, int, int], ...] = ()
+        self._staged: dict[bool, tuple[BoundStage, ...]] = {}
+        self.fused: FusedCall | None = (
+            prepared.fused_call(spans, shape, extents) if prepared.is_fused else None
+        )
+        #: The same for results that are accumulated from a tensor.
+        self.based: FusedCall | None = None
+        #: By mode, and whether with operations of a CPU's own.
+        self.graphs: dict[tuple[str, bool], SizedGraph] = {}
+        #: How a CPU runs this call, by whether the result is new or accumulated.
+        self.lowerings: dict[bool, Lowering | None] = {}
+        #: With others, in this order, those that a CPU runs as one graph, and which these are.
+        self.joints: dict[tuple[BoundCall, ...], tuple[JointGraph, tuple[int, ...]] | None] = {}
+        #: The index tensors that a CPU has found in range last, by the numbers of their entries.
+        self.checked: tuple[int, ...] = ()
+        #: Whether a CPU takes the graph until index tensors come back; and while nothing is known
+        #: of one.
+        self.waits: bool | None = None
+        self.little = False
+
+    @property
+    def request(self) -> Request:
+        """The request of this call, sizes included."""
+        return self.prepared.form.request(self.sizes)
+
+    def problem(self, values: Mapping[str, Value]) -> Problem:
+        """The problem with the sizes of this call."""
+        if self._problem is None:
+            shapes = {n: v.shape for n, v in values.items() if isinstance(v, Tensor)}
+            self._problem = resized(self.prepared.problem, self.extents, self.shape, shapes)
+        return self._problem
+
+    def needs_gradient(self, values: Mapping[str, Value]) -> bool:
+        return self.prepared.needs_gradient(values)
+
+    # --- checks ---
+
+    def verify(self, values: Mapping[str, Value]) -> None:
+        """Index values against their range, before anything is written; where kernels look
+        themselves, they do.
+        """
+        if self.prepared.looks_first:
+            self.look(values)
+
+    def look(self, values: Mapping[str, Value]) -> None:
+        """The same, unless a CPU looks when this call is run: at what is remembered of them, where
+        something is. Where it is several statements, none of them knows what all of them read.
+        """
+        prepared = self.prepared
+        staged = prepared.orderable and self.staged(values, in_place=False)
+        if staged or not prepared.on_host:
+            self.look_now(values)
+
+    def look_now(self, values: Mapping[str, Value]) -> None:
+        uses = self.uses(values)
+        if uses and not in_range(self.ranges, values):
+            verify(self.problem(values), uses, values)
+
+    def uses(self, values: Mapping[str, Value]) -> tuple[Use, ...]:
+        """The indexed dimensions that have a point."""
+        if self._uses is None:
+            problem = self.problem(values)
+            self._uses = live_uses(problem, self.prepared.uses)
+            self.ranges = ranges_of(problem, self._uses)
+        return self._uses
+
+    def wrapped(self, values: Mapping[str, Value]) -> Mapping[str, Value]:
+        """Negative values counted from the end, where they do: the graph takes places as they
+        are.
+        """
+        found, problem = dict(values), self.problem(values)
+        for use in self.uses(values):
+            index = values.get(use.tensor)
+            if use.wraps and isinstance(index, Tensor):
+                wide = index.to(torch.promote_types(index.dtype, torch.int32))
+                found[use.tensor] = torch.where(wide < 0, wide + use.limit(problem), wide)
+        return found
+
+    def started_from(self) -> FusedCall:
+        """The generated kernels of a new result that is accumulated from a tensor."""
+        self.based = found = self.prepared.based_call(self.spans, self.shape, self.extents)
+        return found
+
+    def whole(self, target: Tensor | None) -> Tensor | None:
+        """What is accumulated from or into, in the shape of the result: it may be broadcast."""
+        shape = self.shape
+        return target if target is None or target.shape == shape else target.expand(shape)
+
+    def staged(self, values: Mapping[str, Value], *, in_place: bool) -> tuple[BoundStage, ...]:
+        """The statements that this call is made of, with their sizes; none where it is one."""
+        found = self._staged.get(in_place)
+        if found is None:
+            found = self._staged[in_place] = self.prepared.stages(self, values, in_place=in_place)
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BoundStage:
+    """One statement of several, and its sizes in a call."""
+
+    kinds: Kinds
+    stage: Stage
+    sizes: tuple[Any, ...]
+
+    def given(self, values: Mapping[str, Value]) -> dict[str, Value]:
+        """Of all values and buffers, those that it reads."""
+        return {name: values[name] for name in self.stage.reads}
+
+    def filled(self, given: Mapping[str, Value], filled: FilledBuffers) -> Tensor | None:
+        """Its buffer, where it has been filled from these very tensors."""
+        before = filled.get(self._key(given))
+        return before.buffer if before is not None and before.is_from(given.values()) else None
+
+    def add(self, buffer: Tensor, given: Mapping[str, Value], filled: FilledBuffers) -> None:
+        """Its buffer, for other statements on the same tensors."""
+        sources = (weakref.ref(v) if isinstance(v, Tensor) else v for v in given.values())
+        filled[self._key(given)] = FilledBuffer(buffer, tuple(sources))
+
+    def _key(self, given: Mapping[str, Value]) -> tuple[object, ...]:
+        return self.kinds, self.sizes, *map(id, given.values())
+
+
+# --- preparing ---
 
 
 def _prepare(

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from insum.call.bound import BoundCall
+from insum.call import running
+from insum.call.prepared import BoundCall
 from insum.lang.bind import Value
 from insum.plan.library import WHY, is_left_to_library
 from insum.runtime import search
@@ -28,7 +29,7 @@ def tuned_call(call: BoundCall, values: Mapping[str, Value], effort: str) -> Tun
         part = one.kinds.find(given, one.sizes, into)
         parts.append(_tuned_one(part, given, into, effort))
         if one.stage.fills:
-            known[one.stage.fills] = part.run("new", given, None)
+            known[one.stage.fills] = running.run(part, "new", given, None)
     if parts:
         return search.joined(call.prepared.form.statement, parts)
     return _tuned_one(call, values, target, effort)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-import insum
 from insum.distributed.partitioned import Partitioned
 from insum.errors import BindingError
+from insum.formats.einsum import einsum
 
 
 def gcn_norm(A: Partitioned) -> Partitioned:
@@ -36,7 +36,7 @@ def gcn_norm(A: Partitioned) -> Partitioned:
         raise BindingError(
             f"A is {A!r}", expected="a square partition with values", remedy="partition_edges(...)"
         )
-    degree = insum.einsum("D[m] = A[m,k]", A=A)
+    degree = einsum("D[m] = A[m,k]", A=A)
     root = torch.where(degree > 0, degree, 1).rsqrt() * (degree > 0)
-    found: Partitioned = insum.einsum("N[m,k] = R[m] * A[m,k] * R[k]", A=A, R=root)
+    found: Partitioned = einsum("N[m,k] = R[m] * A[m,k] * R[k]", A=A, R=root)
     return found

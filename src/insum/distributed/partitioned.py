@@ -16,6 +16,7 @@ from insum.distributed.exchange import RowExchange
 from insum.distributed.joined import JoinedPattern, joined_pattern
 from insum.errors import BindingError, DeviceError, FormatError
 from insum.formats import COO, SparseFormat
+from insum.formats.einsum import einsum
 from insum.formats.operands import StatementOwner
 from insum.notebook import table
 from insum.plan.path import Optimize
@@ -247,10 +248,8 @@ class Partitioned(StatementOwner):
         """How many entries there are in each row of this rank, as float32."""
         found: Tensor | None = self.__dict__.get("_degrees")
         if found is None:
-            import insum
-
             with torch.no_grad():
-                found = insum.einsum("D[m] = A[m,k]", A=self.pattern()).float()
+                found = einsum("D[m] = A[m,k]", A=self.pattern()).float()
             object.__setattr__(self, "_degrees", found)
         return found
 
@@ -301,11 +300,9 @@ class Partitioned(StatementOwner):
             return run(self, text, given, dense_output, optimize)
 
     def __matmul__(self, x: Tensor) -> Any:
-        import insum
-
         require("the right factor", x, TENSOR)
         text = "C[m] = A[m,k] * B[k]" if x.dim() == 1 else "C[m,n] = A[m,k] * B[k,n]"
-        return insum.einsum(text, A=self, B=x)
+        return einsum(text, A=self, B=x)
 
     def __repr__(self) -> str:
         held = self.row_range

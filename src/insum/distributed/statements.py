@@ -21,7 +21,7 @@ from insum.distributed.exchange import Flight, RowExchange
 from insum.distributed.partitioned import Partitioned, joined_matrix
 from insum.errors import BindingError, DeviceError, UnsupportedError
 from insum.formats import SparseFormat
-from insum.formats.layout import constant
+from insum.formats.layout import memoised
 from insum.formats.run import run_formats
 from insum.lang.expand import expand
 from insum.lang.expr import Access, Statement, accesses, fresh, names_of, rewrite
@@ -47,7 +47,7 @@ class PartitionRoles:
     column_out: int | None
 
 
-@constant
+@memoised
 def roles_of(text: str, matrix: str, others: tuple[str, ...]) -> PartitionRoles:
     """The roles of a statement; an error where rows of one rank alone do not give its result."""
     statement = parse(text)
@@ -322,7 +322,7 @@ def _recorded(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-@constant
+@memoised
 def _with_operator(text: str, operator: str) -> str:
     statement = parse(text)
     return str(Statement(statement.target, operator, statement.value))

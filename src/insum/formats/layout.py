@@ -19,8 +19,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def constant(function: Callable[P, R]) -> Callable[P, R]:
-    """Cached by its arguments, and taken as a constant by torch.compile, which would otherwise
+def memoised(function: Callable[P, R]) -> Callable[P, R]:
+    """Memoised by its arguments, and taken as a constant by torch.compile, which would otherwise
     trace through it.
     """
     cached = functools.lru_cache(maxsize=1024)(function)
@@ -81,13 +81,13 @@ def has_padding(layout: Layout) -> bool:
     return any(c.padded for c in layout.coordinates)
 
 
-@constant
+@memoised
 def listed(rank: int, *, blocked: bool = False) -> Layout:
     """COO, BlockCOO: one axis, one array per dimension."""
     return Layout(("p",), tuple(Coordinate("indices", dim, (0,)) for dim in range(rank)), blocked)
 
 
-@constant
+@memoised
 def grouped(rank: int, group_dims: tuple[int, ...], *, blocked: bool = False) -> Layout:
     """GroupCOO, BlockGroupCOO: coordinates of the grouped dimensions once per group, of the others
     once per slot.
@@ -102,7 +102,7 @@ def grouped(rank: int, group_dims: tuple[int, ...], *, blocked: bool = False) ->
     return Layout(("p", "q"), tuple(coordinates), blocked)
 
 
-@constant
+@memoised
 def rowwise(rank: int, group_dims: tuple[int, ...]) -> Layout:
     """ELL: the grouped dimensions are axes of the arrays, followed by the slots."""
     rest = [d for d in range(rank) if d not in group_dims]
@@ -116,7 +116,7 @@ def rowwise(rank: int, group_dims: tuple[int, ...]) -> Layout:
     return Layout((*(f"r{i}" for i in range(len(group_dims))), "q"), tuple(coordinates))
 
 
-@constant
+@memoised
 def tabled(rank: int, dim: int) -> Layout:
     """Neighbour table: every dimension but one is an axis; the array holds the coordinate of that
     one.

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from insum.errors import BindingError, Span, StatementError
-from insum.formats.layout import constant
+from insum.formats.layout import memoised
 from insum.lang.expr import fresh
 
 #: Of each dimension of an operand, whether it has the extent 1, which ``...`` broadcasts.
 Single: TypeAlias = tuple[bool, ...]
 
 
-@constant
+@memoised
 def torch_notation(text: str, operands: tuple[Single, ...]) -> tuple[str, tuple[str, ...]]:
     """``"mk,kn->mn"`` as a statement, and the names of its operands.
 
@@ -46,7 +46,7 @@ def torch_notation(text: str, operands: tuple[Single, ...]) -> tuple[str, tuple[
     return f"{fresh('Out', taken)}[{','.join(output)}] = {product_}", names
 
 
-@constant
+@memoised
 def with_dimensions(text: str, operands: tuple[tuple[str, Single], ...]) -> str:
     """A statement with ``...`` written out: as many indices as an operand has dimensions that are
     not named, the last ones shared by all, as in `torch.einsum`. What has the extent 1 there, where

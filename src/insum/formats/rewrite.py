@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from insum.errors import BindingError, InsumError, Span, UnsupportedError
-from insum.formats.layout import constant
+from insum.formats.layout import memoised
 from insum.formats.spell import Operand, Source, Spelling, pattern_key, spell
 from insum.formats.substitute import SpellingWriter
 from insum.lang.expand import expand
@@ -66,7 +66,7 @@ class Rewrite:
     permutation: tuple[int, ...] = ()
 
 
-@constant
+@memoised
 def rewrite(text: str, operands: tuple[tuple[object, ...], ...], dense_output: bool) -> Rewrite:
     """The rewritten form of a statement for operands of these kinds; made once for each
     combination. Of a format the name, its signature and whether it is a pattern; of others name and

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from insum import memory
+from insum.call import running
 from insum.call.prepared import prepare
 from insum.call.request import Request
 from insum.compat.calls import PLAIN
@@ -278,7 +279,7 @@ def _fused_series(
     )
     prepared = prepare(request, values, initial)
     prepared.verify(values)
-    return prepared.run("new" if initial is None else "from", values, initial)
+    return running.run(prepared, "new" if initial is None else "from", values, initial)
 
 
 def _fused_series_fake(

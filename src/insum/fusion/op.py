@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from insum import memory
-from insum.call import in_kernels
-from insum.call.bound import BoundCall
-from insum.call.prepared import kinds_of
+from insum.call import in_kernels, running
+from insum.call.prepared import BoundCall, kinds_of
 from insum.call.request import Form, Request
 from insum.compat.calls import PLAIN, are_plain, shorten
 from insum.compat.streams import is_recorded
@@ -260,7 +259,7 @@ def _run_anew(
     if text.startswith(KEPT_ROWS):
         return _run_kept_rows(text, tensors, sizes)
     found = _OpCall.of(text, tensors, sizes, target)
-    result = found.call.run(mode, found.values, target)
+    result = running.run(found.call, mode, found.values, target)
     if mode != "from":
         found.noted(target)
     return result
@@ -310,7 +309,7 @@ def run_at_once(ops: Sequence[FusedArguments]) -> list[Tensor]:
     results = in_kernels.at_once([one.call for one in found], [one.values for one in found])
     every = []
     for one, result in zip(found, results):
-        every.append(one.call.run("new", one.values, None) if result is None else result)
+        every.append(running.run(one.call, "new", one.values, None) if result is None else result)
         one.noted(None)
     return every
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from insum import memory
 from insum.bounded import keep
 from insum.call import in_kernels
-from insum.call.bound import BoundCall
 from insum.call.overlap import bytes_of, written_to
+from insum.call.prepared import BoundCall
 from insum.compat.autograd import in_backward
 from insum.compat.calls import modes_now
 from insum.compat.streams import is_recorded, stream_getter

@@ -30,6 +30,16 @@ _graphs: dict[object, list[Lowered]] = {}
 
 
 @dataclass(frozen=True, slots=True)
+class SizedGraph:
+    """A graph of torch operations, and the sizes to call it with."""
+
+    forward: Callable[..., Tensor]
+    inputs: tuple[str, ...]
+    sizes: tuple[object, ...]
+    late: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Lowered:
     """A graph and how to call it: the old output first (unless ``mode`` is ``new``), then
     ``inputs``, then ``sizes`` ('' is the output's shape).

@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-import insum
 from insum.accepted import FLAG, TENSOR, Accepted, is_size, takes
+from insum.api import insum
 from insum.errors import BindingError, UnsupportedError
 from insum.nn.checks import in_irreps, last_size, layer_takes
 from insum.nn.gating import GateUnit, RowGate
@@ -101,7 +101,7 @@ class Scaled:
 
     def at(self, x: Tensor) -> Tensor:
         """At a tensor of rows."""
-        return insum.insum(f"Y[b,c] = {self('X[b,c]')}", X=x)
+        return insum(f"Y[b,c] = {self('X[b,c]')}", X=x)
 
 
 @functools.cache
@@ -288,7 +288,7 @@ class Gated:
         if self.function is None:
             return (values * gates.unsqueeze(-1)).flatten(1)
         statement = f"Z[b,u,i] = {self.function('G[b,u]')} * X[b,u,i]"
-        return insum.insum(statement, G=gates, X=values).flatten(1)
+        return insum(statement, G=gates, X=values).flatten(1)
 
 
 class Gate(nn.Module):

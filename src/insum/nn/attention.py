@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import insum
 from insum.accepted import COUNT, FLAG, NUMBER, SIZE, TENSOR, explains, takes
-from insum.api import sum_onto
+from insum.api import insum, sum_onto
 from insum.compat.calls import is_eager_call
 from insum.errors import BindingError, SettingsError
 from insum.formats.operands import OWNER, StatementOwner
@@ -105,14 +104,14 @@ def _rows(scores: Tensor, edge_index: Tensor) -> Tensor:
 def _softmax(scores: Tensor, dst: Tensor, nodes: int, padded: tuple[str, ...] = ()) -> Tensor:
     """Over edges of which those that are ``padded`` are not there: their weight is 0."""
     shape = (nodes, scores.shape[1])
-    top = insum.insum(
+    top = insum(
         "top[dst[e],h] max= S[e,h]", S=scores.detach(), dst=dst, out_shape=shape, padded=padded
     )
     given: dict[str, Any] = {"S": scores, "top": top, "dst": dst}
-    total = insum.insum(
+    total = insum(
         "total[dst[e],h] = exp(S[e,h] - top[dst[e],h])", out_shape=shape, padded=padded, **given
     )
-    return insum.insum(
+    return insum(
         "P[e,h] = exp(S[e,h] - top[dst[e],h]) / total[dst[e],h]",
         total=total,
         padded=padded,
@@ -132,7 +131,7 @@ def _weighed(
     statement, shape = "Out[dst[e],h,c] = P[e,h] * X[src[e],h,c]", (nodes, *x.shape[1:])
     tensors: dict[str, Any] = {"P": weight, "X": x, "src": src, "dst": dst}
     if base is None:
-        return insum.insum(statement, out_shape=shape, padded=padded, **tensors)
+        return insum(statement, out_shape=shape, padded=padded, **tensors)
     return sum_onto(base, statement, out_shape=shape, padded=padded, **tensors)
 
 
@@ -221,7 +220,7 @@ class GATConv(nn.Module):
             one_device(edge_index=edge_index, x=x)
             sources, ends = rows, endpoints(edge_index, nodes, nodes)
             src, dst, padded = self._looped(edge_index, *ends, nodes)
-        scores = insum.insum(
+        scores = insum(
             f"S[e,h] = leaky_relu(a[src[e],h] + b[dst[e],h], {self.negative_slope!r})",
             a=(sources * self.att_src).sum(-1),
             b=(rows * self.att_dst).sum(-1),

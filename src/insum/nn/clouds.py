@@ -9,7 +9,6 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-import insum
 from insum.accepted import (
     ELEMENTS,
     FLAG,
@@ -20,6 +19,7 @@ from insum.accepted import (
     Accepted,
     takes,
 )
+from insum.api import insum
 from insum.errors import BindingError, IndexRangeError
 from insum.nn.checks import integers, one_device
 from insum.nn.pool import check_reduction, scattered
@@ -182,7 +182,7 @@ def devoxelize(
         share = (found >= 0).double()
     share = share / share.sum(0).clamp(min=1e-12)
     kind = x.dtype if x.dtype.is_floating_point or x.dtype.is_complex else torch.float32
-    return insum.insum(
+    return insum(
         "Out[p,c] = Share[k,p] * In[Nb[k,p],c]",
         padded=("Nb",),
         Share=share.to(kind),

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-import insum
 from insum.accepted import COUNT, FLAG, SIZE, TENSOR, TEXT, Accepted, require, takes
+from insum.api import insum
 from insum.bounded import is_first
 from insum.compat.calls import PLAIN
 from insum.compat.placed import beside
 from insum.errors import BindingError, UnsupportedError
 from insum.formats import NeighborTable, SparseFormat
+from insum.formats.einsum import einsum
 from insum.nn.checks import last_size, layer_takes, one_device
 from insum.nn.functional import _tensor
 from insum.nn.kernel_map import Geometry, kernel_map
@@ -356,8 +357,8 @@ def _spelled(
         tensors: dict[str, Any] = {"Nb": found.table, "In": features, "W": weight}
         if type(features) not in PLAIN or type(weight) not in PLAIN:
             tensors = beside(tensors, ("Nb",))
-        return insum.insum(spelling[0], padded=("Nb",), **tensors)
-    return _tensor(insum.einsum(spelling[1], Map=found, In=features, W=weight))
+        return insum(spelling[0], padded=("Nb",), **tensors)
+    return _tensor(einsum(spelling[1], Map=found, In=features, W=weight))
 
 
 def offsets_first(weight: Tensor, groups: int = 1, transposed: bool = False) -> Tensor:

@@ -17,9 +17,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-import insum
 from insum import memory
 from insum.accepted import COUNT, DTYPE, FLAG, TENSOR, explains, is_common, require
+from insum.api import insum
 from insum.compat.calls import autocasts, is_eager_call, is_plain_call
 from insum.compat.contexts import without_autocast
 from insum.compat.tensors import base_of
@@ -128,7 +128,7 @@ def degrees(edge_index: Tensor, dst: Tensor, targets: int) -> Tensor:
 
     def count() -> Tensor:
         one = torch.ones((), device=dst.device).expand(dst.shape[0])
-        return insum.insum("D[dst[e]] = one[e]", dst=dst, one=one, out_shape=(targets,))
+        return insum("D[dst[e]] = one[e]", dst=dst, one=one, out_shape=(targets,))
 
     return remembered(edge_index, ("degrees", targets), count)
 
@@ -298,7 +298,7 @@ def _normalised_on_device(
         (SPREAD, nodes, fill, weight.dtype),
         lambda: loops.spread(edges, counted(), fill, weight.dtype, kind),
     )
-    every = insum.insum("S[e] = rest[e] + w[at[e]]", padded=("at",), rest=rest, w=weight, at=at)
+    every = insum("S[e] = rest[e] + w[at[e]]", padded=("at",), rest=rest, w=weight, at=at)
     src, dst = endpoints(ends, nodes, nodes)
     return ends, _by_degree(src, dst, every, nodes), (src, dst)
 
@@ -322,9 +322,9 @@ def _weighed(edge_index: Tensor, weight: Tensor, nodes: int, fill: float | None)
 
 
 def _by_degree(src: Tensor, dst: Tensor, weight: Tensor, nodes: int) -> Tensor:
-    degree = insum.insum("D[dst[e]] = w[e]", dst=dst, w=weight, out_shape=(nodes,))
+    degree = insum("D[dst[e]] = w[e]", dst=dst, w=weight, out_shape=(nodes,))
     root = torch.where(degree > 0, degree, 1).rsqrt() * (degree > 0)
-    return insum.insum("N[e] = R[src[e]] * w[e] * R[dst[e]]", R=root, src=src, dst=dst, w=weight)
+    return insum("N[e] = R[src[e]] * w[e] * R[dst[e]]", R=root, src=src, dst=dst, w=weight)
 
 
 def _looped(src: Tensor, dst: Tensor, weight: Tensor, nodes: int, fill: float) -> Tensor:

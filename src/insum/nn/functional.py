@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import insum
 from insum.accepted import (
     ANY_TENSOR,
     COUNT,
@@ -20,10 +19,11 @@ from insum.accepted import (
     require,
     takes,
 )
-from insum.api import sum_onto
+from insum.api import insum, sum_onto
 from insum.errors import BindingError, FormatError, UnsupportedError
 from insum.formats import COO, GroupCOO, SparseFormat
 from insum.formats.base import FORMAT
+from insum.formats.einsum import einsum
 from insum.formats.operands import SPARSE_LAYOUTS, StatementOwner
 from insum.nn.checks import EDGES, PAIR, one_device
 from insum.nn.edges import (
@@ -72,12 +72,10 @@ def spmm(A: SparseFormat | Tensor, B: Tensor) -> Tensor:
         )
     if B.dim() <= 2:
         return _tensor(
-            insum.einsum(
-                "C[m] = A[m,k] * B[k]" if B.dim() == 1 else "C[m,n] = A[m,k] * B[k,n]", A=A, B=B
-            )
+            einsum("C[m] = A[m,k] * B[k]" if B.dim() == 1 else "C[m,n] = A[m,k] * B[k,n]", A=A, B=B)
         )
     batch = B.reshape(math.prod(B.shape[:-2]), *B.shape[-2:])
-    return _tensor(insum.einsum("C[b,m,n] = A[m,k] * B[b,k,n]", A=A, B=batch)).reshape(
+    return _tensor(einsum("C[b,m,n] = A[m,k] * B[b,k,n]", A=A, B=batch)).reshape(
         *B.shape[:-2], A.shape[0], B.shape[-1]
     )
 
@@ -113,7 +111,7 @@ def sddmm(A: SparseFormat | Tensor, X: Tensor, Y: Tensor) -> SparseFormat:
     ):
         fact = f"A has shape {A.shape}, X {tuple(X.shape)} and Y {tuple(Y.shape)}"
         raise BindingError(fact, expected=f"X of shape ({A.shape[0]}, k) and Y (k, {A.shape[1]})")
-    result = insum.einsum("S[m,n] = A[m,n] * X[m,k] * Y[k,n]", A=A, X=X, Y=Y)
+    result = einsum("S[m,n] = A[m,n] * X[m,k] * Y[k,n]", A=A, X=X, Y=Y)
     assert isinstance(result, SparseFormat)
     return result
 
@@ -257,14 +255,14 @@ def _over_edges(
         tensors["W"], message = edge_weights(weight, src.shape[0]), f"W[e] * {message}"
     if reduction in ("max", "min"):
         statement = f"Out[dst[e],f] {reduction}= {message}"
-        extreme = insum.insum(statement, out_shape=(nodes, x.shape[1]), **tensors)
+        extreme = insum(statement, out_shape=(nodes, x.shape[1]), **tensors)
         out = torch.where(degrees(edge_index, dst, nodes)[:, None] > 0, extreme, 0)
         return out if base is None else out + base
     operator = "mean=" if reduction == "mean" else "="
     statement = f"Out[dst[e],f] {operator} {message}"
     out_shape = nodes, x.shape[1]
     if base is None:
-        return insum.insum(statement, out_shape=out_shape, **tensors)
+        return insum(statement, out_shape=out_shape, **tensors)
     return sum_onto(base, statement, out_shape=out_shape, **tensors)
 
 
@@ -286,7 +284,7 @@ def over_ends(
     tensors: dict[str, Any] = {"dst": dst, "src": src, "X": x, "W": weight}
     out_shape = nodes, x.shape[1]
     if base is None:
-        return insum.insum(WEIGHED, out_shape=out_shape, **tensors)
+        return insum(WEIGHED, out_shape=out_shape, **tensors)
     return sum_onto(base, WEIGHED, out_shape=out_shape, **tensors)
 
 
@@ -294,7 +292,7 @@ def _over_ranks(A: StatementOwner, x: Tensor, weight: Tensor | None, reduction: 
     """Over a matrix that has the rows of this rank, and says which those are."""
     no_weight(weight)
     operator = f"{reduction}=" if reduction in ("max", "min") else "="
-    out = _tensor(insum.einsum(f"Out[i,f] {operator} A[i,j] * X[j,f]", A=A, X=x))
+    out = _tensor(einsum(f"Out[i,f] {operator} A[i,j] * X[j,f]", A=A, X=x))
     if reduction == "sum":
         return out
     degree = A.degrees()[:, None]
@@ -321,18 +319,18 @@ def _over_matrix(A: SparseFormat, x: Tensor, weight: Tensor | None, reduction: s
         )
     one_device(A=A, x=x)
     if reduction == "sum":
-        return _tensor(insum.einsum("Out[i,f] = A[i,j] * X[j,f]", A=A, X=x))
-    degree = _tensor(insum.einsum("D[i] = P[i,j]", P=A.pattern()))
+        return _tensor(einsum("Out[i,f] = A[i,j] * X[j,f]", A=A, X=x))
+    degree = _tensor(einsum("D[i] = P[i,j]", P=A.pattern()))
     if reduction == "mean":
         return _tensor(
-            insum.einsum(
+            einsum(
                 "Out[i,f] = R[i] * A[i,j] * X[j,f]",
                 R=shares_of(degree, x.dtype if is_inexact(x.dtype) else A.dtype or x.dtype),
                 A=A,
                 X=x,
             )
         )
-    extreme = _tensor(insum.einsum(f"Out[i,f] {reduction}= A[i,j] * X[j,f]", A=A, X=x))
+    extreme = _tensor(einsum(f"Out[i,f] {reduction}= A[i,j] * X[j,f]", A=A, X=x))
     return torch.where(degree[:, None] > 0, extreme, 0)
 
 

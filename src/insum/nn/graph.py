@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import insum
 from insum.accepted import COUNT, FLAG, SIZE, TENSOR, TEXT, Accepted, takes
-from insum.api import sum_onto
+from insum.api import insum, sum_onto
 from insum.errors import BindingError, UnsupportedError
 from insum.formats import SparseFormat
 from insum.formats.operands import StatementOwner
@@ -496,13 +495,13 @@ class RelationalConv(nn.Module):
             tensors |= {"V": found.weight, "In": features, "W": self._weights()}
             options: dict[str, Any] = {"out_shape": out, "padded": ("X", "Y"), **tensors}
             if base is None:
-                return insum.insum(statement, **options).reshape(nodes, self.out_channels)
+                return insum(statement, **options).reshape(nodes, self.out_channels)
             base = base.reshape(*base.shape[:-1], *out[1:]) if b else base
             return sum_onto(base, statement, **options).reshape(nodes, self.out_channels)
         source, target, shares = listed(
             edge_index, edge_type, nodes, count, mean=mean, dtype=x.dtype
         )
-        result = insum.insum(
+        result = insum(
             f"Out[X[e],{b}m] = V[e] * In[Y[e],{b}c] * W[Z[e],{b}c,m]",
             out_shape=out,
             X=target,

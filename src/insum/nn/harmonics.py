@@ -22,12 +22,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-import insum
 from insum.accepted import FLAG, FLOATS, TEXT, Accepted, is_integer, require, takes
+from insum.api import insum
 from insum.compat.calls import is_plain_call
 from insum.compat.many import any_batched, over_items
 from insum.errors import BindingError, UnsupportedError
-from insum.formats.layout import constant
+from insum.facts import constant
+from insum.formats.layout import memoised
+from insum.memory import unchanging
 from insum.nn.checks import last_size
 from insum.nn.irreps import Irrep, Irreps
 from insum.nn.multilinear import Multilinear
@@ -215,7 +217,7 @@ class _Stated:
     shrinking: Tensor | None
 
 
-@constant
+@memoised
 @torch.inference_mode(False)
 def _stated(
     most: int, normalize: bool, normalization: str, device: torch.device, dtype: torch.dtype
@@ -240,7 +242,7 @@ def _stated(
         arrays = {"V": values, **indices}
         if values.is_meta:  # which has no values to be promised
             return arrays
-        promise = insum.constant if len(values) <= MOST_UNROLLED else insum.unchanging
+        promise = constant if len(values) <= MOST_UNROLLED else unchanging
         return {n: promise(t) for n, t in arrays.items()}
 
     return _Stated(
@@ -268,11 +270,9 @@ class _Harmonics(torch.autograd.Function):
             shares = shares.squeeze(1)
         both = torch.cat([stated.one.expand(len(unit), 1), unit], 1)
         rows, (first, *more) = len(unit), stated.degrees
-        found = insum.insum(
-            MONOMIALS, out_shape=(rows, (first + 1) ** 2), **stated.monomials, U=both
-        )
+        found = insum(MONOMIALS, out_shape=(rows, (first + 1) ** 2), **stated.monomials, U=both)
         for degree, arrays in zip(more, stated.products):
-            found = insum.insum(PRODUCTS, out_shape=(rows, (degree + 1) ** 2), **arrays, X=found)
+            found = insum(PRODUCTS, out_shape=(rows, (degree + 1) ** 2), **arrays, X=found)
         ctx.stated = stated
         ctx.save_for_backward(found, shares)
         ctx.set_materialize_grads(False)
@@ -298,7 +298,7 @@ class _Harmonics(torch.autograd.Function):
         return sum(parts[1:], parts[0]) if parts else None, None
 
 
-@constant
+@memoised
 @torch.inference_mode(False)
 def _columns(listed: tuple[int, ...], device: torch.device) -> Tensor:
     """Where the components of degrees are among those of all."""
@@ -332,7 +332,7 @@ def _doublings(most: int) -> list[tuple[int, int]]:
     return steps
 
 
-@constant
+@memoised
 def _polynomials(l: int) -> list[Polynomial]:
     """The solid harmonics of a degree."""
     if not l:
@@ -392,7 +392,7 @@ def _gradient(most: int, normalize: bool, normalization: str) -> dict[str, list[
     return {name: [row[n] for row in rows] for n, name in enumerate(names)}
 
 
-@constant
+@memoised
 @torch.inference_mode(False)
 def _coupling(first: int, second: int, l: int) -> Tensor:
     """By which two degrees make the highest that they can, all of norm ``sqrt(2 l + 1)`` at unit
@@ -405,7 +405,7 @@ def _coupling(first: int, second: int, l: int) -> Tensor:
     return table * math.sqrt(2 * l + 1) / reached
 
 
-@constant
+@memoised
 @torch.inference_mode(False)
 def _descent(l: int) -> Tensor:
     """(3, 2 l + 1, 2 l - 1): the derivatives of a degree by coordinates, of the degree below."""
@@ -434,14 +434,14 @@ def _by_steps(
     return torch.cat([unit[..., :0], *(found[l] for l in listed)], -1)
 
 
-@constant
+@memoised
 @torch.inference_mode(False)
 def _ladder(l: int) -> Tensor:
     """From the vector itself and degree ``l - 1`` to degree ``l``, of norm ``sqrt(2 l + 1)``."""
     return _coupling(1, l - 1, l) * math.sqrt(3)
 
 
-@constant
+@memoised
 def _ladder_numbers(l: int) -> list[list[list[float]]]:
     """The same as numbers, which a tracer can hold."""
     numbers: list[list[list[float]]] = _ladder(l).tolist()

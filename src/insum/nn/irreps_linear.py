@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-import insum
 from insum.accepted import FLAG, SIZE, TENSOR, TEXT, Accepted, require, takes
+from insum.api import insum
 from insum.compat.calls import is_plain_call
 from insum.errors import BindingError, UnsupportedError
 from insum.nn.checks import (
@@ -388,7 +388,7 @@ def _product(statement: str, x: Tensor, weight: Tensor) -> Tensor:
     """
     if x.dtype == weight.dtype and is_plain_call((x, weight)):
         return torch.einsum(_equation(statement), x, weight)
-    return insum.insum(statement, X=x, W=weight)
+    return insum(statement, X=x, W=weight)
 
 
 def _equation(statement: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import insum
+from insum.api import insum
 from insum.bounded import keep
 from insum.call import prepared
 from insum.compat.autograd import plain_apply, wanted_gradients
@@ -115,7 +115,7 @@ class Multilinear:
         recorded = recorded and torch.is_grad_enabled()
         looks = recorded and prepared.kernels_look_on(leaves[0].device)
         if not looks or not is_plain_call(leaves):
-            return insum.insum(self.text, out_shape=shape, **tensors)
+            return insum(self.text, out_shape=shape, **tensors)
         fixed = {n: t for n, t in tensors.items() if n not in self.leaves}
         found: Tensor = _record(self, fixed, tuple(shape), *leaves)
         return found
@@ -129,7 +129,7 @@ class _MultilinearOutput(torch.autograd.Function):
         ctx.product, ctx.fixed = product, fixed
         ctx.save_for_backward(*leaves)
         given: dict[str, Any] = dict(zip(product.leaves, leaves))
-        return insum.insum(product.text, out_shape=shape, **fixed, **given)
+        return insum(product.text, out_shape=shape, **fixed, **given)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:

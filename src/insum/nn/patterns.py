@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-import insum
+from insum.facts import constant
 from insum.nn.irreps import Irreps
 
 Promise: TypeAlias = Callable[[Tensor], Tensor]
@@ -20,7 +20,7 @@ def hold(
     module: nn.Module,
     patterns: Sequence[dict[str, Tensor]],
     like: Tensor,
-    promise: Promise = insum.constant,
+    promise: Promise = constant,
 ) -> None:
     """A module gets patterns, by the names that they have in its statements. They are kept exact,
     so that coefficients are rounded once, whatever dtypes the module has been in; and they are no
@@ -43,7 +43,7 @@ def hold(
     renew(module, promise)
 
 
-def renew(module: Any, promise: Promise = insum.constant) -> None:
+def renew(module: Any, promise: Promise = constant) -> None:
     """Every array anew from the exact pattern."""
     for number, arrays in enumerate(module._exact):
         for name, exact in arrays.items():

@@ -7,11 +7,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-import insum
 from insum.accepted import FLAG, SIZE, shown, takes
+from insum.api import insum
 from insum.compat.contexts import untracked
 from insum.errors import BindingError, UnsupportedError
 from insum.formats import NeighborTable, SparseFormat
+from insum.formats.einsum import einsum
 from insum.lang.types import widened
 from insum.memory import remembered
 from insum.nn.checks import layer_takes
@@ -44,11 +45,9 @@ class SparseMaxPool(nn.Module):
         out, found = _mapped(self.geometry, x, like)
         if isinstance(found, NeighborTable):
             statement = "Out[x,c] max= In[Nb[z,x],c]"
-            top = insum.insum(statement, padded=("Nb",), Nb=found.table, In=x.features)
+            top = insum(statement, padded=("Nb",), Nb=found.table, In=x.features)
         else:
-            top = _tensor(
-                insum.einsum("Out[x,c] max= Map[z,x,y] * In[y,c]", Map=found, In=x.features)
-            )
+            top = _tensor(einsum("Out[x,c] max= Map[z,x,y] * In[y,c]", Map=found, In=x.features))
         if like is not None and not (like.voxels is x.voxels and self.geometry.meets_itself):
             top = torch.where(_occupied(found), top, 0)  # there may be nothing under the kernel
         return out.with_features(top)
@@ -321,16 +320,16 @@ def scattered(values: Tensor, rows: Tensor, count: int, reduce: str) -> Tensor:
     """The values of each of so many rows, reduced; 0 where there are none."""
     given: dict[str, Any] = {"r": rows, "In": values, "out_shape": (count, values.shape[1])}
     if reduce == "sum":
-        return insum.insum("Out[r[p],c] = In[p,c]", **given)
+        return insum("Out[r[p],c] = In[p,c]", **given)
     # by a statement, which looks at the rows: torch's own kernels would not say what is wrong
     ones = torch.ones(rows.shape, dtype=counted_in(values.dtype), device=rows.device)
-    many = insum.insum("Out[r[p]] = One[p]", r=rows, One=ones, out_shape=(count,))
+    many = insum("Out[r[p]] = One[p]", r=rows, One=ones, out_shape=(count,))
     if reduce == "mean":
         # half precision in float32: the sum of many numbers may be too large for one of them
         shares = shares_of(many, many.dtype)
-        mean = insum.insum("Out[r[p],c] = S[r[p]] * In[p,c]", S=shares, **given)
+        mean = insum("Out[r[p],c] = S[r[p]] * In[p,c]", S=shares, **given)
         return mean.to(widened(values.dtype)) if values.is_floating_point() else mean
-    top = insum.insum(f"Out[r[p],c] {reduce}= In[p,c]", **given)
+    top = insum(f"Out[r[p],c] {reduce}= In[p,c]", **given)
     return torch.where(many[:, None] > 0, top, 0)
 
 
@@ -341,15 +340,15 @@ def _summed(found: SparseFormat, features: Tensor, share: Tensor | None = None) 
         given["R"], scale = share, "R[x] * "
     if isinstance(found, NeighborTable):
         statement = f"Out[x,c] = {scale}In[Nb[z,x],c]"
-        return insum.insum(statement, padded=("Nb",), Nb=found.table, **given)
-    return _tensor(insum.einsum(f"Out[x,c] = {scale}Map[z,x,y] * In[y,c]", Map=found, **given))
+        return insum(statement, padded=("Nb",), Nb=found.table, **given)
+    return _tensor(einsum(f"Out[x,c] = {scale}Map[z,x,y] * In[y,c]", Map=found, **given))
 
 
 def _counts(found: SparseFormat) -> Tensor:
     """How many inputs every output has."""
     if isinstance(found, NeighborTable):
         return (found.table >= 0).sum(0)
-    return _tensor(insum.einsum("Out[x] = Map[z,x,y]", Map=found))
+    return _tensor(einsum("Out[x] = Map[z,x,y]", Map=found))
 
 
 def _occupied(found: SparseFormat) -> Tensor:

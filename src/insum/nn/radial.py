@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-import insum
 from insum.accepted import FLAG, SIZE, TENSOR, Accepted, takes
+from insum.api import insum
 from insum.nn.checks import last_size, layer_takes
 
 LENGTH = Accepted(
@@ -84,7 +84,7 @@ class BesselBasis(nn.Module):
     def forward(self, distances: Tensor) -> Tensor:
         """From distances (..., 1) to (..., num_basis)."""
         last_size("distances", distances, 1, "one distance")
-        found = insum.insum(self.statement(), X=distances.reshape(-1), W=self.bessel_weights)
+        found = insum(self.statement(), X=distances.reshape(-1), W=self.bessel_weights)
         return found.view(*distances.shape[:-1], self.num_basis)
 
     def statement(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-import insum
+from insum.api import insum
 from insum.compat.calls import is_eager_call
 from insum.errors import BindingError, InsumError
 from insum.memory import remembered
@@ -76,8 +76,8 @@ def _shares(
     if not mean:
         return torch.ones(dst.shape[0], dtype=dtype, device=dst.device)
     one = torch.ones(dst.shape[0], dtype=counted_in(dtype), device=dst.device)
-    total = insum.insum(
+    total = insum(
         "D[dst[e],rel[e]] = one[e]", dst=dst, rel=edge_type, one=one, out_shape=(nodes, count)
     )
-    shares = insum.insum("S[e] = reciprocal(D[dst[e],rel[e]])", D=total, dst=dst, rel=edge_type)
+    shares = insum("S[e] = reciprocal(D[dst[e],rel[e]])", D=total, dst=dst, rel=edge_type)
     return shares.to(dtype)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-import insum
 from insum.accepted import (
     ELEMENTS,
     FLAG,
@@ -22,6 +21,7 @@ from insum.accepted import (
     explains,
     takes,
 )
+from insum.api import insum
 from insum.compat.calls import is_plain_call
 from insum.errors import BindingError, FormatError, InsumError
 from insum.lang.types import promoted, widened
@@ -72,7 +72,7 @@ def _largest(weight: Tensor) -> Tensor:
 def _refused(layer: SemiStructuredLinear, x: Tensor) -> None:
     """What torch refuses, the product as a statement refuses in words of ours."""
     one_dtype(layer, x)
-    insum.insum("Y[i,o] = X[i,k] * W[o,k]", X=x.reshape(-1, layer.in_features), W=layer.weight)
+    insum("Y[i,o] = X[i,k] * W[o,k]", X=x.reshape(-1, layer.in_features), W=layer.weight)
 
 
 class SemiStructuredLinear(nn.Module):
@@ -162,7 +162,7 @@ class SemiStructuredLinear(nn.Module):
         in float32 where they have 8 bits.
         """
         columns = remembered(self.places, "columns", lambda: _columns(self.places))
-        return insum.insum(
+        return insum(
             "W[o,C[o,q]] = V[o,q]",
             C=columns,
             V=self.values,

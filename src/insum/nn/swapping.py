@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import insum
 from insum.accepted import Accepted, takes
+from insum.api import insum
 from insum.errors import InsumError, UnsupportedError
 from insum.nn.activations import Gate, NetStep, Scaled, e3nn_step, folded, through, times
 from insum.nn.harmonics import SphericalHarmonics
@@ -476,7 +476,7 @@ class LengthEmbedding(nn.Module):
         self, edge_lengths: Tensor, node_attrs: Any, edge_index: Any, atomic_numbers: Any
     ) -> tuple[Tensor, None]:
         weights: Any = self.bessel_fn.bessel_weights
-        return insum.insum(self.statement(), X=edge_lengths.squeeze(-1), W=weights), None
+        return insum(self.statement(), X=edge_lengths.squeeze(-1), W=weights), None
 
 
 class LengthEncoding(nn.Module):
@@ -499,8 +499,8 @@ class LengthEncoding(nn.Module):
     def forward(self, data: dict[str, Any]) -> dict[str, Any]:
         x = data[self.fields[0]].squeeze(-1)
         weights = self.bessel_weights.squeeze(0)
-        data["edge_cutoff"] = insum.insum(self._ending, X=x).unsqueeze(-1).to(self.dtype)
-        data[self.fields[1]] = insum.insum(self._statement, X=x, W=weights).to(self.dtype)
+        data["edge_cutoff"] = insum(self._ending, X=x).unsqueeze(-1).to(self.dtype)
+        data[self.fields[1]] = insum(self._statement, X=x, W=weights).to(self.dtype)
         return data
 
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-import insum
 from insum.accepted import SIZE, TENSOR, Accepted, is_size, takes
 from insum.errors import BindingError
 from insum.lang.types import promoted
+from insum.memory import unchanging
 from insum.nn.checks import layer_takes, one_device
 from insum.nn.irreps import Irrep, Irreps
 from insum.nn.multilinear import Multilinear
@@ -35,7 +35,7 @@ MONOMIALS = Multilinear(
 )
 #: Monomials are many: loops over them take next to no time to compile, are the same code for all
 #: layers, and are bound by memory as straight-line code is.
-PROMISE = insum.unchanging
+PROMISE = unchanging
 #: Products of four are coupled through irreps of natural parity below this degree, as in MACE.
 MOST_COUPLED = 12
 

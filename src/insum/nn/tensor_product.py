@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-import insum
 from insum.accepted import TENSOR, Accepted, require
+from insum.api import insum
 from insum.errors import BindingError
 from insum.nn.checks import in_irreps, layer_takes, one_device
 from insum.nn.irreps import Irrep, Irreps, aligned
@@ -176,7 +176,7 @@ class TensorProduct(nn.Module):
                 tensors["Y"] = tensors["Y"].squeeze(-1)
             if group.has_weight:
                 tensors["W"] = group.weights_in(weight)
-            z = insum.insum(
+            z = insum(
                 group.statement(plan.shared_weights),
                 out_shape=(x.shape[0], plan.irreps_out.extents[group.muls[2]], *group.out_shape),
                 padded=("I", "J", "K"),

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-import insum
 from insum.accepted import COUNT, TENSOR
+from insum.api import insum
 from insum.call import prepared
 from insum.errors import BindingError
 from insum.nn.checks import in_irreps, layer_takes, one_device
@@ -192,9 +192,9 @@ class TensorProductConv(nn.Module):
         statements = group.along_edges(plan.shared_weights)
         mixing = {name: arrays.pop(name) for name in "IL"}
         rows = nodes, mixing["I"].shape[0], *group.summed_shape
-        sums = insum.insum(statements[0], out_shape=rows, **arrays, **along)
+        sums = insum(statements[0], out_shape=rows, **arrays, **along)
         mixed = group.weights_in(weight)
-        return insum.insum(statements[1], out_shape=shape, T=sums, W=mixed, **mixing)
+        return insum(statements[1], out_shape=shape, T=sums, W=mixed, **mixing)
 
     def statements(self) -> tuple[str, ...]:
         """The statements of a call."""
@@ -257,10 +257,10 @@ def _along(group: Group, given: dict[str, Any], shape: tuple[int, ...]) -> Tenso
     if prepared.kernels_look_on(given["X"].device):
         return product(given, shape)
     x, src, dst = (given.pop(name) for name in ("X", "src", "dst"))
-    rows = insum.insum("G[e,f] = X[src[e],f]", X=x.flatten(1), src=src)
+    rows = insum("G[e,f] = X[src[e],f]", X=x.flatten(1), src=src)
     given["X"] = rows.reshape(src.shape[0], *x.shape[1:])
     statement = product.statement().replace("src[e]", "e").replace("dst[e]", "e")
-    messages = insum.insum(statement, out_shape=(src.shape[0], *shape[1:]), **given)
+    messages = insum(statement, out_shape=(src.shape[0], *shape[1:]), **given)
     flat = shape[0], math.prod(shape[1:])
-    summed = insum.insum("Z[dst[e],f] = M[e,f]", M=messages.flatten(1), dst=dst, out_shape=flat)
+    summed = insum("Z[dst[e],f] = M[e,f]", M=messages.flatten(1), dst=dst, out_shape=flat)
     return summed.reshape(shape)

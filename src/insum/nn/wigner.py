@@ -14,7 +14,7 @@ from torch import Tensor
 
 from insum.accepted import Accepted, is_size, takes
 from insum.errors import BindingError
-from insum.formats.layout import constant
+from insum.formats.layout import memoised
 
 #: Beyond it the numbers take hours, and nobody has use for them.
 MOST_DEGREE = 50
@@ -24,7 +24,7 @@ DEGREE = Accepted(
 
 
 @takes(l1=DEGREE, l2=DEGREE, l3=DEGREE)
-@constant
+@memoised
 @torch.inference_mode(False)
 def wigner_3j(l1: int, l2: int, l3: int) -> Tensor:
     """The invariant tensor (2 l1 + 1, 2 l2 + 1, 2 l3 + 1) of three degrees, of norm 1; do not write
@@ -82,7 +82,7 @@ def _clebsch_gordan(l1: int, m1: int, l2: int, m2: int, l3: int) -> float:
     return math.copysign(math.sqrt(square * total * total), total)
 
 
-@constant
+@memoised
 def _real_basis(l: int) -> Tensor:
     """Rows are complex, columns real harmonics. The phase ``(-i)**l`` makes the coupled
     coefficients real.

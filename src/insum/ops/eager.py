@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from insum.bounded import keep
-from insum.call.bound import BoundCall, BoundStage, FilledBuffers
-from insum.call.prepared import Kinds, kinds_of, prepare
+from insum.call import running
+from insum.call.filled import FilledBuffers
+from insum.call.prepared import BoundCall, BoundStage, Kinds, kinds_of, prepare
 from insum.call.request import Form, Request, head
 from insum.compat.autograd import keeps_as_they_are, plain_apply, wanted_gradients
 from insum.compat.calls import autocasts, is_eager_call, is_plain_call, is_transformed, modes_now
@@ -88,7 +89,7 @@ def run(
         for name in prepared.sources:
             recorded = recorded or values[name].requires_grad  # type: ignore[union-attr]
     if not recorded:
-        return call.run("new" if initial is None else "from", values, initial)
+        return running.run(call, "new" if initial is None else "from", values, initial)
     tensors: Collection[Any] = values.values()
     spec: DifferentiableCall | None = None if leaves else call.recorded
     if prepared.scalars:
@@ -161,7 +162,7 @@ def accumulate_(request: Request, target: Tensor, values: Mapping[str, Value]) -
         return target
     prepared = prepare(request, values, target)
     prepared.verify(values)
-    return prepared.run("into", values, target)
+    return running.run(prepared, "into", values, target)
 
 
 # --- eager autograd and torch.func ----------------------------------------------------------------
@@ -235,7 +236,7 @@ class _Recorded(torch.autograd.Function):
         if call.prepared.kept and keeps_as_they_are():
             filled = {}
         mode = "new" if initial is None else "from"
-        result = call.run(mode, values, initial, False, filled)
+        result = running.run(call, mode, values, initial, False, filled)
         if (
             result._base is not None
         ):  # memory of its own, of which autograd lets nobody write a view
@@ -266,7 +267,7 @@ def _buffers_to_keep(
     """Those that backward passes read, and that are no larger than what is kept for them anyway."""
     most = sum(v.nbytes for v in values.values() if isinstance(v, Tensor))
     found = []
-    for one, buffer in call.buffers(values, filled):
+    for one, buffer in running.buffers(call, values, filled):
         if one.kinds in call.prepared.kept and buffer.nbytes <= most:
             found.append((one, buffer))
             most -= buffer.nbytes
@@ -465,7 +466,7 @@ def pull_back(
             known, values, upstream, wanted, result, held, _run_derived, calls, on_host, filled
         )
         if first and filled and call is not None:
-            call.prepared.kept.update(one.kinds for one, _ in call.buffers(values, filled))
+            call.prepared.kept.update(one.kinds for one, _ in running.buffers(call, values, filled))
     finally:
         settings.let_go(token)
     raise_found()  # of earlier calls too: what they did wrong may have come this far

@@ -14,10 +14,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from insum.call import in_kernels
-from insum.call.bound import BoundCall, FilledBuffers
+from insum.call import in_kernels, running
+from insum.call.filled import FilledBuffers
 from insum.call.on_host import at_once, is_one_graph
-from insum.call.prepared import Kinds, kinds_of
+from insum.call.prepared import BoundCall, Kinds, kinds_of
 from insum.call.request import Form
 from insum.lang.bind import Size, Value
 from insum.lang.derive import adjoint, tangent, winners
@@ -97,7 +97,7 @@ class Derived:
         else:
             if call.prepared.looks_first:
                 call.look(arguments)
-            found = call.run("new", arguments, None, False, filled)
+            found = running.run(call, "new", arguments, None, False, filled)
         if self.real:
             found = found.real
         return self.repeated(found, shape) if self.repeats else found
@@ -360,14 +360,12 @@ def _rule(
     complexes = {n for n, d in {**every, target: upstream}.items() if d.is_complex}
     derived = adjoint(call.form.statement, name, frozenset(complexes))
     known = {**dtypes, derived.upstream: upstream, derived.result: upstream}
-    source = values[name]
+    source, texts = values[name], derived.statements
     made_of = {
         text: _derived(call.form, text, source.dim(), own or source.dtype, known)
-        for text in (*derived.statements, *derived.joined)
+        for text in (*texts, *derived.joined)
     }
-    apart, joined = (
-        tuple(made_of[text] for text in texts) for texts in (derived.statements, derived.joined)
-    )
+    apart, joined = (tuple(made_of[text] for text in some) for some in (texts, derived.joined))
     made = GradientRule(apart, derived.upstream, derived.result, joined)
     call.rules[name, upstream, own] = made
     return made

@@ -10,7 +10,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from insum.call.bound import BoundCall
+from insum.call import running
+from insum.call.prepared import BoundCall
 from insum.call.request import Request, RequestSizes, head
 from insum.compat.placed import is_placed
 from insum.compat.tensors import base_of
@@ -40,7 +41,7 @@ def add_in_place(request: Request, call: BoundCall | None, tensors: Mapping[str,
     if call is None:
         return accumulate_(request, target, left.arguments(tensors))
     call.verify(tensors)
-    return call.run("into", tensors, target)
+    return running.run(call, "into", tensors, target)
 
 
 def _any_requires(tensors: Mapping[str, Value]) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from insum.call import running
 from insum.call.prepared import prepare
 from insum.call.request import Request, head
 from insum.compat.many import over_items
@@ -50,21 +51,21 @@ def _contract_kernel(*arguments: Any) -> Tensor:
     request, values = decode(arguments)
     prepared = prepare(request, values)
     prepared.verify(values)
-    return prepared.run("new", values, None)
+    return running.run(prepared, "new", values, None)
 
 
 def _accumulate_kernel(initial: Tensor, *arguments: Any) -> Tensor:
     request, values = decode(arguments)
     prepared = prepare(request, values, initial)
     prepared.verify(values)
-    return prepared.run("from", values, initial)
+    return running.run(prepared, "from", values, initial)
 
 
 def _accumulate_in_place_kernel(target: Tensor, *arguments: Any) -> None:
     request, values = decode(arguments)
     prepared = prepare(request, values, target)
     prepared.verify(values)
-    prepared.run("into", values, target)
+    running.run(prepared, "into", values, target)
 
 
 _define(f"contract({_ARGUMENTS}) -> Tensor", _contract_kernel)

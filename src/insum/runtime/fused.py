@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-import itertools
-import operator
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
@@ -21,7 +19,7 @@ from insum.lang.bind import Value
 from insum.plan.strategies.unrolling import UNROLL_POINTS
 from insum.runtime import cache, which_program
 from insum.runtime.check import found as offences
-from insum.runtime.fused_kind import FusedKind
+from insum.runtime.fused_kind import SizedCall
 from insum.runtime.handwritten import packs
 from insum.runtime.program import Refusal
 from insum.runtime.prologue.made import Made
@@ -31,8 +29,6 @@ from insum.runtime.record import record_of
 from insum.runtime.unseen import Unseen
 from insum.runtime.which_program import without_indices
 
-_serial = operator.attrgetter("serial")
-_serials = itertools.count()
 #: Programs whose needs are kept with one map of a kernel.
 MOST_MADE = 64
 
@@ -44,25 +40,10 @@ class MapRun(NamedTuple):
     made: Sequence[Made]
 
 
-class FusedCall:
-    """A call of certain sizes and strides, as generated kernels: ``spans`` are the ``extents``, in
-    the order of the problem's.
-    """
+class FusedCall(SizedCall):
+    """A call of certain sizes and strides, as generated kernels."""
 
-    __slots__ = ("extents", "keeps", "kind", "new_class", "serial", "shape", "spans")
-
-    def __init__(
-        self,
-        kind: FusedKind,
-        spans: tuple[int, ...],
-        shape: tuple[int, ...],
-        extents: Mapping[str, int],
-    ) -> None:
-        self.kind, self.spans, self.shape, self.extents = kind, spans, shape, extents
-        self.serial = next(_serials)
-        self.keeps = False  # whether something is kept under this serial
-        #: The class of sizes and strides of calls that make their result.
-        self.new_class: tuple[Any, ...] | None = None
+    __slots__ = ()
 
     def __call__(self, values: Mapping[str, Value], target: Tensor | None) -> Tensor | Refusal:
         """The result (in ``target``, where one is given), or why there is no kernel."""
@@ -155,23 +136,6 @@ class FusedCall:
         found = entries[0].get(self.key(target, entries))
         return found if type(found) is Ready and found.settled else None
 
-    def is_by_indices(self, values: Mapping[str, Value]) -> bool:
-        """Whether nothing decides what is run but sizes and what is remembered of index tensors."""
-        kind = self.kind
-        if kind.negated or not kind.indices:
-            return False
-        if not self.has_few_coefficients(values):
-            return True
-        entries = [memory.known(values[name]) for name in kind.indices]  # type: ignore[arg-type]
-        return not any(entry is not None and entry.declared for entry in entries)
-
-    def has_few_coefficients(self, values: Mapping[str, Value]) -> bool:
-        """Whether some tensor is so small that its values become part of the program, where it and
-        an index tensor are promised to stay.
-        """
-        few = 2 * UNROLL_POINTS
-        return any(values[name].numel() <= few for name in self.kind.coefficients)  # type: ignore[union-attr]
-
     def run_unseen(
         self,
         found: Unseen,
@@ -229,26 +193,6 @@ class FusedCall:
         if of is not None and key is not None:
             keep(of.made, key, made, MOST_MADE)
         return made
-
-    # --- keys ---
-
-    def key(self, target: Tensor | None, entries: list[memory.Entry]) -> tuple[object, ...]:
-        """What is kept for this call is kept under, with the first of its index tensors."""
-        kind = self.kind
-        out = None if target is None else target.stride()
-        if len(entries) < 2:
-            return self.serial, kind.stream(), cache.state["epoch"], out
-        others = tuple(map(_serial, entries))
-        return self.serial, kind.stream(), cache.state["epoch"], out, others
-
-    def class_key(self, values: Mapping[str, Value], target: Tensor | None) -> tuple[Any, ...]:
-        """The class of sizes and strides, by which programs are told apart."""
-        classes = self.kind.classify
-        if target is not None:
-            return classes[1](values, self.spans, self.shape, target)
-        if self.new_class is None:
-            self.new_class = classes[0](values, self.spans, self.shape, None)
-        return self.new_class
 
     # --- checks ---
 

@@ -1,28 +1,32 @@
-"""What all calls of one kind share that are generated kernels."""
+"""What all calls of one kind share that are generated kernels, and what one of them is known by."""
 
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from insum import memory
 from insum.compat.streams import stream_getter
-from insum.lang.bind import Problem
+from insum.lang.bind import Problem, Value
 from insum.lang.expr import accesses
 from insum.plan.config import Choice
 from insum.plan.draft import Wishes
 from insum.plan.sizes import BASE, OUT
+from insum.plan.strategies.unrolling import UNROLL_POINTS
 from insum.plan.uses import Use
-from insum.runtime import classify
+from insum.runtime import cache, classify
 from insum.runtime.shelf import Programs, QuestionTree, Shelf, wishes_of
 from insum.runtime.unseen import Unseen
 
-if TYPE_CHECKING:
-    from insum.runtime.fused import FusedCall
-
+_serial = operator.attrgetter("serial")
+_serials = itertools.count()
 Classify = Callable[[Mapping[str, Any], tuple[int, ...], tuple[int, ...], Any], tuple[Any, ...]]
 
 
@@ -85,16 +89,65 @@ class FusedKind:
         return tuple((u.tensor, OUT if u.is_target else u.access.tensor, u.dim) for u in uses)
 
     @functools.cached_property
-    def call(self) -> Callable[[tuple[int, ...], tuple[int, ...], Mapping[str, int]], FusedCall]:
-        """Makes the call of certain sizes."""
-        from insum.runtime.fused import FusedCall  # which rests on this
-
-        return functools.partial(FusedCall, self)
-
-    @functools.cached_property
     def exact(self) -> tuple[int, ...]:
         """Places, among all extents, of those that all tensors of a layer share."""
         return tuple(k for k, v in enumerate(self.problem.extents) if v not in self.runs)
+
+
+class SizedCall:
+    """A call of certain sizes and strides, and what it is known by: ``spans`` are the ``extents``,
+    in the order of the problem's.
+    """
+
+    __slots__ = ("extents", "keeps", "kind", "new_class", "serial", "shape", "spans")
+
+    def __init__(
+        self,
+        kind: FusedKind,
+        spans: tuple[int, ...],
+        shape: tuple[int, ...],
+        extents: Mapping[str, int],
+    ) -> None:
+        self.kind, self.spans, self.shape, self.extents = kind, spans, shape, extents
+        self.serial = next(_serials)
+        self.keeps = False  # whether something is kept under this serial
+        #: The class of sizes and strides of calls that make their result.
+        self.new_class: tuple[Any, ...] | None = None
+
+    def is_by_indices(self, values: Mapping[str, Value]) -> bool:
+        """Whether nothing decides what is run but sizes and what is remembered of index tensors."""
+        kind = self.kind
+        if kind.negated or not kind.indices:
+            return False
+        if not self.has_few_coefficients(values):
+            return True
+        entries = [memory.known(values[name]) for name in kind.indices]  # type: ignore[arg-type]
+        return not any(entry is not None and entry.declared for entry in entries)
+
+    def has_few_coefficients(self, values: Mapping[str, Value]) -> bool:
+        """Whether some tensor is so small that its values become part of the program, where it and
+        an index tensor are promised to stay.
+        """
+        few = 2 * UNROLL_POINTS
+        return any(values[name].numel() <= few for name in self.kind.coefficients)  # type: ignore[union-attr]
+
+    def key(self, target: Tensor | None, entries: list[memory.Entry]) -> tuple[object, ...]:
+        """What is kept for this call is kept under, with the first of its index tensors."""
+        kind = self.kind
+        out = None if target is None else target.stride()
+        if len(entries) < 2:
+            return self.serial, kind.stream(), cache.state["epoch"], out
+        others = tuple(map(_serial, entries))
+        return self.serial, kind.stream(), cache.state["epoch"], out, others
+
+    def class_key(self, values: Mapping[str, Value], target: Tensor | None) -> tuple[Any, ...]:
+        """The class of sizes and strides, by which programs are told apart."""
+        classes = self.kind.classify
+        if target is not None:
+            return classes[1](values, self.spans, self.shape, target)
+        if self.new_class is None:
+            self.new_class = classes[0](values, self.spans, self.shape, None)
+        return self.new_class
 
 
 def fused_kind(

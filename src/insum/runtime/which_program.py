@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -42,6 +42,7 @@ from insum.plan.strategies.unrolling import PROMOTE_POINTS
 from insum.runtime import cache, classify
 from insum.runtime.answers import Answers, summary_of
 from insum.runtime.check import live_uses
+from insum.runtime.fused_kind import SizedCall
 from insum.runtime.handwritten import packs
 from insum.runtime.handwritten.looking import looked_at
 from insum.runtime.program import Program, Refusal
@@ -49,9 +50,6 @@ from insum.runtime.prologue.prologue import Prologue
 from insum.runtime.ready import NotYet, Ready, ready
 from insum.runtime.shelf import QuestionTree
 from insum.runtime.unseen import Unseen, unseen_of
-
-if TYPE_CHECKING:
-    from insum.runtime.fused import FusedCall
 
 _serial = operator.attrgetter("serial")
 #: A short pattern that comes back for this many calls is compiled into the code.
@@ -67,7 +65,7 @@ without_indices = memory.Entry()
 
 
 def find(
-    call: FusedCall,
+    call: SizedCall,
     values: Mapping[str, Value],
     target: Tensor | None,
     entries: list[memory.Entry],
@@ -101,7 +99,7 @@ def find(
 
 
 def promoted(
-    call: FusedCall,
+    call: SizedCall,
     found: Ready,
     values: Mapping[str, Value],
     target: Tensor | None,
@@ -125,7 +123,7 @@ def promoted(
 
 
 def _map_key(
-    call: FusedCall, values: Mapping[str, Value], target: Tensor | None, entries: list[memory.Entry]
+    call: SizedCall, values: Mapping[str, Value], target: Tensor | None, entries: list[memory.Entry]
 ) -> tuple[object, ...] | None:
     """What decides the program where all index tensors are maps of kernels that few calls have
     met; None where they are not.
@@ -166,7 +164,7 @@ def _map_key(
 
 
 def _is_known(
-    call: FusedCall, values: Mapping[str, Value], entries: list[memory.Entry], recorded: bool
+    call: SizedCall, values: Mapping[str, Value], entries: list[memory.Entry], recorded: bool
 ) -> bool:
     """Whether all index tensors have been looked at, or may be now. In deterministic mode what
     is found out later must change nothing; and a recorded graph is replayed on other values.
@@ -185,7 +183,7 @@ def _is_known(
 
 
 def _make_now(
-    call: FusedCall,
+    call: SizedCall,
     values: Mapping[str, Value],
     target: Tensor | None,
     entries: list[memory.Entry],
@@ -211,7 +209,7 @@ def _make_now(
     return found
 
 
-def _comes_back(call: FusedCall, target: Tensor | None, entries: list[memory.Entry]) -> bool:
+def _comes_back(call: SizedCall, target: Tensor | None, entries: list[memory.Entry]) -> bool:
     """Whether arguments of their own are worth it for these tensors: calls of such sizes have met
     them often. Those of a call without anything to launch are few.
     """
@@ -222,7 +220,7 @@ def _comes_back(call: FusedCall, target: Tensor | None, entries: list[memory.Ent
 
 
 def _program_told(
-    call: FusedCall,
+    call: SizedCall,
     told: tuple[object, ...],
     values: Mapping[str, Value],
     entries: list[memory.Entry],
@@ -247,7 +245,7 @@ def _program_told(
 
 
 def _told_key(
-    call: FusedCall, values: Mapping[str, Value], target: Tensor | None, entries: list[memory.Entry]
+    call: SizedCall, values: Mapping[str, Value], target: Tensor | None, entries: list[memory.Entry]
 ) -> tuple[object, ...] | None:
     """What decides the program of a call where facts of all index tensors are known and none
     can be out of range, so that new tensors that are alike need not be asked again; None where
@@ -274,7 +272,7 @@ def _told_key(
 
 
 def _make(
-    call: FusedCall,
+    call: SizedCall,
     values: Mapping[str, Value],
     target: Tensor | None,
     entries: list[memory.Entry],
@@ -306,7 +304,7 @@ def _make(
 
 
 def prologue_of(
-    call: FusedCall, values: Mapping[str, Value], entries: list[memory.Entry]
+    call: SizedCall, values: Mapping[str, Value], entries: list[memory.Entry]
 ) -> Prologue:
     """It may wait for tensors that were declared to come back, and where what is found out
     later must change nothing, while nobody records.
@@ -325,13 +323,13 @@ def prologue_of(
     )
 
 
-def _size_class(call: FusedCall, values: Mapping[str, Value], target: Tensor | None) -> SizeClass:
+def _size_class(call: SizedCall, values: Mapping[str, Value], target: Tensor | None) -> SizeClass:
     kind = call.kind
     return classify.classified(kind.problem, kind.runs, values, call.spans, call.shape, target)
 
 
 def _make_unseen(
-    call: FusedCall,
+    call: SizedCall,
     values: Mapping[str, Value],
     target: Tensor | None,
     entries: list[memory.Entry],
@@ -368,7 +366,7 @@ def _make_unseen(
     return found
 
 
-def code_of(call: FusedCall, found: Ready, target: Tensor | None) -> Unseen | None:
+def code_of(call: SizedCall, found: Ready, target: Tensor | None) -> Unseen | None:
     """What was found as code for all sizes of its class and all index tensors; None where it
     needs numbers that only the device knows.
     """

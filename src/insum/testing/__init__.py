@@ -9,9 +9,10 @@ is made.
 ...     case.check()  # the library against the oracle
 """
 
-from insum.testing.cases import Case, Options, draw_cases, statements
+from insum.testing.cases import Case, Options
 from insum.testing.compare import Tolerance, assert_close, tolerance
 from insum.testing.counter import Compilations, count_compiles
+from insum.testing.draw import draw_cases, statements
 from insum.testing.oracle import oracle
 
 __all__ = [

@@ -1,13 +1,10 @@
-"""A statement together with arguments that fit it, and the two ways to get some: from hypothesis,
-or from a seed.
-"""
+"""A statement together with arguments that fit it."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -20,9 +17,6 @@ from insum.lang.types import Typed, infer, is_rounded
 from insum.testing.compare import assert_close
 from insum.testing.features import features
 from insum.testing.oracle import oracle
-
-if TYPE_CHECKING:
-    from hypothesis.strategies import SearchStrategy
 
 CaseSizes: TypeAlias = Mapping[str | int, int | tuple[int, ...]]
 
@@ -95,6 +89,7 @@ class Options:
         indirect: Allow index tensors.
 
     Examples:
+        >>> from insum.testing import draw_cases
         >>> next(draw_cases(1, product_only=True)).statement  # doctest: +ELLIPSIS
         '...'
     """
@@ -218,7 +213,7 @@ class Case:
 
     def run(self) -> Tensor:
         """The result of ``insum.insum`` on a clone."""
-        from insum import insum
+        from insum.api import insum  # on which nothing else here rests
 
         values: dict[str, Any] = dict(self.clone().values)
         return insum(self.statement, sizes=dict(self.sizes) or None, padded=self.padded, **values)
@@ -236,54 +231,6 @@ class Case:
         options += [f"padded={self.padded!r}"] * bool(self.padded)
         values = (f"{n}={_show(v)}" for n, v in self.values.items())
         return f"insum.insum({', '.join([repr(self.statement), *options, *values])})"
-
-
-def statements(**options: Any) -> SearchStrategy[Case]:
-    """A hypothesis strategy for whole cases; keywords are the fields of `Options`.
-
-    Args:
-        options: The fields of `Options`.
-
-    Returns:
-        A strategy; hypothesis has to be installed.
-
-    Examples:
-        >>> from hypothesis import given, settings
-        >>> @settings(max_examples=5, database=None, deadline=None)
-        ... @given(statements(product_only=True))
-        ... def test(case):
-        ...     case.check()
-        >>> test()
-    """
-    from hypothesis import strategies
-
-    from insum.testing.generate import generate
-
-    chosen = Options(**options)
-    return strategies.randoms(use_true_random=False).map(lambda source: generate(source, chosen))
-
-
-def draw_cases(count: int, seed: int = 0, **options: Any) -> Iterator[Case]:
-    """The same cases without hypothesis: ``count`` of them, the same ones for the same seed and
-    options.
-
-    Args:
-        count: How many.
-        seed: Where the draws start.
-        options: The fields of `Options`.
-
-    Returns:
-        The cases, one after the other.
-
-    Examples:
-        >>> for case in draw_cases(2, seed=1, product_only=True):
-        ...     case.check()
-    """
-    from insum.testing.generate import generate
-
-    chosen = Options(**options)
-    for number in range(count):
-        yield generate(random.Random(f"{seed}/{number}"), chosen)
 
 
 # --- tensors with their strides -------------------------------------------------------------------

@@ -35,7 +35,7 @@ import insum
 from insum.fusion import backend
 from insum.runtime import launch
 from insum.testing.as_on_a_gpu import pretended
-from insum.testing.cases import draw_cases
+from insum.testing.draw import draw_cases
 from insum.testing.hostile import attempt, quiet
 
 SCALES = (1.0, 0.5, 0.25, 0.1)
