@@ -33,6 +33,7 @@ def index(*values: Any, dtype: torch.dtype = LONG) -> Tensor:
 A, B, x = torch.randn(4, 6), torch.randn(6, 5), torch.randn(6)
 D = index(3, 0, 0, 2)
 P = index([0, 1], [2, 3])
+G = torch.randn(5, 70, 3)
 
 
 @pytest.mark.parametrize(
@@ -50,6 +51,27 @@ P = index([0, 1], [2, 3])
         ("y[i,p] = A[i,D[p]]", {"A": A, "D": D}, None, ["index_select(A, 1, D)"], ["[("]),
         ("y[p,q] = x[P[p,q]]", {"x": x, "P": P}, None, ["index_select", "unflatten"], ["[("]),
         ("y[i] = A[i,D[i]]", {"A": A, "D": D}, None, ["torch.gather(A, 1"], ["index_select"]),
+        # along what lies side by side in both; else one number at a time
+        ("y[i,k] = A[i,P[i,k]]", {"A": A[:2], "P": P}, None, ["torch.gather(A, 1"], ["[("]),
+        ("y[k,i] = A[i,P[k,i]]", {"A": A[:2], "P": P}, None, ["torch.gather(A, 1"], ["[("]),
+        ("y[k,i] = A[P[k,i],i]", {"A": A[:, :2], "P": P}, None, ["torch.gather(A, 0"], ["[("]),
+        ("y[i,k] = A[P[i,k],i]", {"A": A[:, :2], "P": P}, None, ["[("], ["torch.gather"]),
+        # differences
+        ("y[i,j] = A[i,j] - x[j]", {"A": A, "x": x}, None, ["torch.sub(A, x)"], ["torch.mul"]),
+        ("y[i,j] = -x[j] + A[i,j]", {"A": A, "x": x}, None, ["torch.sub(A, x)"], ["torch.mul"]),
+        ("y[i,j] = -A[i,j] + x[j]", {"A": A, "x": x}, None, ["torch.mul"], ["permute"]),
+        ("y[i] = exp(A[i,j] - x[j])", {"A": A, "x": x}, None, ["torch.sub(A, x)"], ["torch.mul"]),
+        ("y[i] = A[i,j] - s", {"A": A, "s": 2.5}, None, ["sub"], []),
+        ("y[j] = D[j] - E[j]", {"D": D, "E": D}, None, ["torch.mul"], ["torch.sub"]),
+        # inside of a dimension, unless that is short
+        ("y[i,c] = G[i,k,c] * H[k,c]", {"G": G, "H": G[0]}, None, ["torch.mul"], ["einsum"]),
+        (
+            "y[i,c] = G[i,k,c] * H[k,c]",
+            {"G": G[..., :2], "H": G[0, :, :2]},
+            None,
+            ["einsum"],
+            ["torch.mul"],
+        ),
         ("y[i] = A[i,i]", {"A": A[:, :4]}, None, ["diagonal(A, 0, 0, 1)"], ["arange"]),
         ("y[i] = x[i+1]", {"x": x}, {"i": 5}, ["narrow(x, 0, 1, i_size)"], ["arange"]),
         ("y[i] = x[2*i]", {"x": x}, {"i": 3}, ["slice(0, mul, 2)"], ["arange"]),
@@ -289,6 +311,13 @@ def test_any_integer_dtype_indexes(dtype: torch.dtype) -> None:
     assert torch.equal(
         insum.insum("y[D[p]] max= x[p]", x=x[:3], D=d, y=torch.full((4,), -9.0))[d.long()], x[:3]
     )
+
+
+def test_a_number_that_int64_does_not_hold_is_told() -> None:
+    d = torch.zeros(4, 3, dtype=torch.uint64)
+    d.numpy()[2, 1] = 2**63
+    with pytest.raises(insum.IndexRangeError, match=r"D\[2,1\] is 9223372036854775808"):
+        insum.insum("y[i,p] = A[i,D[i,p]]", A=A, D=d)
 
 
 def test_wider_values_than_target() -> None:

@@ -25,6 +25,7 @@ from insum.formats import COO, GroupCOO
 from insum.graph.contraction import cheapest
 from insum.graph.lower import lower
 from insum.host import (
+    bands,
     block_rows,
     blocks,
     chunks,
@@ -1368,6 +1369,73 @@ def test_a_graph_that_hardly_gathers_is_no_pattern(monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(insum.insum(text, x=many, q=q, c=c), many @ c[q])
 
 
+# --- matrices of which every point has all --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text, shape, way",
+    [
+        ("y[q,o] = x[t[q,k],c] * W[k,c,o]", (300, 70), "graph"),
+        ("y[q,k,o] = x[t[q,k],c] * W[k,c,o]", (300, 9, 70), "runs"),  # a product for each anyway
+        ("y[q,o] = x[t[q,k],c] * W[e[k],c,o]", (300, 70), "runs"),
+        ("y[q,o] = x[t[q,k],c] * W[k,c,o] * v[q,k]", (300, 70), "runs"),
+        ("W[k,c,o] = x[t[q,k],c] * y[q,o]", (9, 66, 70), "graph"),
+        ("x[t[q,k],c] = y[q,o] * W[k,c,o]", (300, 66), "graph"),
+        ("x[t[q,k],o] = y[q,c] * W[k,c,o]", (300, 70), "graph"),
+        ("z[t[q,k],c] = y[q,o] * V[k,c,o]", (300, 20), "runs"),  # narrow sums
+    ],
+)
+def test_all_matrices_are_one_where_every_point_has_all(
+    text: str, shape: tuple[int, ...], way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "AT_ONCE", 1 << 23)
+    draw = torch.Generator().manual_seed(0)
+    of = {"x": (300, 66), "y": (300, 70), "W": (9, 66, 70), "v": (300, 9), "V": (9, 20, 70)}
+    if "y[q,c]" in text:
+        of["y"] = (300, 66)
+    values = {n: torch.randn(s, generator=draw) for n, s in of.items() if f"{n}[" in text[1:]}
+    values["t"] = torch.randint(0, 300, (300, 9), generator=draw)
+    if "e[" in text:
+        values["e"] = torch.randint(0, 9, (9,), generator=draw)
+    problem = request_of(text, shape, None, ()).bind(values)
+    roles = chooser.roles_of(problem)
+    assert roles is not None and (runs.runs_of(roles) is None) is (way == "graph")
+    exact = {n: v.double() if v.is_floating_point() else v for n, v in values.items()}
+    with insum.settings(backend="graph"):
+        want = insum.insum(text, out_shape=shape, **exact)
+    got = insum.insum(text, out_shape=shape, **{n: insum.unchanging(v) for n, v in values.items()})
+    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
+    if way == "graph":
+        values["t"][0, 0] = -1
+        absent = request_of(text, shape, None, ("t",)).bind(values)
+        roles = chooser.roles_of(absent)
+        assert roles is not None and runs.runs_of(roles) is not None
+
+
+# --- products in the order of their result --------------------------------------------------------
+
+
+@pytest.mark.parametrize("kept", ["bno", "nbo", "bon", "obn", "onb", "nob"])
+def test_products_are_written_where_libraries_can_write_them(
+    kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of matrices that have a row or a column in one piece; others are moved."""
+    draw = torch.Generator().manual_seed(0)
+    a, b = torch.randn(80, 6, 60, generator=draw), torch.randn(6, 60, 70, generator=draw)
+    written: list[tuple[int, ...]] = []
+    multiply = torch.bmm
+
+    def bmm(x: Tensor, y: Tensor, **options: Any) -> Tensor:
+        written.extend(out.stride() for out in options.values())
+        return multiply(x, y, **options)
+
+    monkeypatch.setattr(torch, "bmm", bmm)
+    found = operations.einsum_in_order(f"bni,nio->{kept}", a, b)
+    assert found.is_contiguous() and all(1 in strides[1:] for strides in written)
+    assert bool(written) is (kept in ("bno", "onb"))
+    torch.testing.assert_close(found, torch.einsum(f"bni,nio->{kept}", a, b))
+
+
 # --- diagonals ------------------------------------------------------------------------------------
 
 
@@ -1380,8 +1448,8 @@ class DrawnDiagonal:
     shape: tuple[int, ...]
 
 
-def draw_diagonal(draw: random.Random) -> DrawnDiagonal:
-    sizes = {v: draw.randint(1, 9) for v in "hijf"}
+def draw_diagonal(draw: random.Random, longest: int = 9) -> DrawnDiagonal:
+    sizes = {v: draw.randint(1, 9) for v in "hijf"} | {draw.choice("ij"): draw.randint(1, longest)}
     a, b = draw.choice((1, 1, -1)), draw.choice((-1, 1, -1, 2, -2, 3))
     ends = [(by * (sizes[v] - 1)) for v, by in (("j", a), ("i", b))]
     least, most = (sum(pick(0, end) for end in ends) for pick in (min, max))
@@ -1410,6 +1478,15 @@ def draw_diagonal(draw: random.Random) -> DrawnDiagonal:
     return DrawnDiagonal(text, values, tuple(sizes[v] for v in held[left]))
 
 
+def _check(case: DrawnDiagonal) -> None:
+    found = insum.insum(case.text, out_shape=case.shape, **case.values)
+    sizes = {case.text[0]: case.shape}
+    want = torch.from_numpy(insum.testing.oracle(case.text, case.values, sizes=sizes)).double()
+    most = 1e-2 if found.dtype == torch.float16 else 1e-5
+    error = (found.double() - want).norm() / want.norm().clamp(min=1e-9)
+    assert error <= most and found.is_contiguous(), case
+
+
 def test_diagonals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagonals, "LEAST_POINTS", 1)
     monkeypatch.setattr(diagonals, "LEAST_REUSE", 1)
@@ -1419,14 +1496,50 @@ def test_diagonals(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     draw = random.Random(0)
     for _ in range(200):
-        case = draw_diagonal(draw)
-        found = insum.insum(case.text, out_shape=case.shape, **case.values)
-        sizes = {case.text[0]: case.shape}
-        want = torch.from_numpy(insum.testing.oracle(case.text, case.values, sizes=sizes)).double()
-        most = 1e-2 if found.dtype == torch.float16 else 1e-5
-        error = (found.double() - want).norm() / want.norm().clamp(min=1e-9)
-        assert error <= most and found.is_contiguous(), case
+        _check(draw_diagonal(draw))
     assert len(taken) > 60
+
+
+def test_bands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows that slide along many places, of which a part is done at a time."""
+    for module in (diagonals, bands):
+        monkeypatch.setattr(module, "LEAST_POINTS", 1)
+    monkeypatch.setattr(diagonals, "LEAST_REUSE", 1)
+    taken, run = list[int](), bands.Bands.__call__
+    monkeypatch.setattr(
+        bands.Bands,
+        "__call__",
+        lambda way, call: taken.append(int(way.problem.extents[way.band.i])) or run(way, call),
+    )
+    draw = random.Random(1)
+    for _ in range(200):
+        _check(draw_diagonal(draw, 60))
+    assert len(taken) > 40 and max(taken) > 40
+
+
+def test_what_is_not_finite_reaches_its_windows_alone() -> None:
+    draw = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 300, 40, generator=draw), torch.randn(2, 320, 40, generator=draw)
+    k[0, 100, 3], k[1, 7, 0] = math.nan, math.inf
+    found = insum.insum("s[b,t,r] = q[b,t,f] * k[b,t+r,f]", q=q, k=k, out_shape=(2, 300, 21))
+    windows = k.unfold(1, 21, 1)
+    want = torch.einsum("btf,btfr->btr", q, windows)
+    assert torch.equal(found.isfinite(), want.isfinite())
+    torch.testing.assert_close(found[want.isfinite()], want[want.isfinite()])
+    ds = torch.randn(2, 300, 21, generator=draw)
+    found = insum.insum("dq[b,t,f] = ds[b,t,r] * k[b,t+r,f]", ds=ds, k=k)
+    want = torch.einsum("btr,btfr->btf", ds, windows)
+    assert torch.equal(found.isfinite(), want.isfinite())
+    torch.testing.assert_close(found[want.isfinite()], want[want.isfinite()])
+
+
+@pytest.mark.parametrize("text", ["s[t,r] = q[t,f] * k[t+r,f]", "s[t,r] = q[t,f] * k[t-r+40,f]"])
+def test_windows_that_slide_along_many_places_are_bands(text: str) -> None:
+    values = {"q": torch.ones(900, 60), "k": torch.ones(960, 60)}
+    problem = request_of(text, (900, 41), None, ()).bind(values)
+    found = bands.bands_of(problem)
+    assert found is not None and found.step * 20 > 900 > found.step * 10
+    assert chooser.choose(problem).name == "bands"  # type: ignore[union-attr]
 
 
 def test_what_is_not_finite_meets_no_place_between_diagonals() -> None:
@@ -1447,4 +1560,4 @@ def test_bands_are_no_diagonals(columns: int) -> None:
     """Of all places few are met: a matrix of them would be mostly zeros."""
     values = {"A": torch.ones(3000, 9), "x": torch.ones(3008, columns)}
     problem = request_of("y[i,f] = A[i,k] * x[i+k,f]", None, None, ()).bind(values)
-    assert diagonals.diagonals_of(problem) is None
+    assert diagonals.diagonals_of(problem) is None and bands.bands_of(problem) is None

@@ -99,7 +99,10 @@ def test_what_is_gathered_and_computed_twice_is_so_once(together: list[JointGrap
     assert operations(found, "index_select") == 3 and operations(found, "tanh") <= 1
 
 
-def test_a_product_that_another_needs_transposed_is_made_once(together: list[JointGraph]) -> None:
+def test_a_product_that_another_needs_transposed_is_made_once(
+    together: list[JointGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradients, "factored", tuple)  # each part by itself
     w, x = torch.randn(40, dtype=torch.float64), torch.randn(40, 6, dtype=torch.float64)
     leaves = [w.requires_grad_(), x.requires_grad_()]
     upstream = torch.randn(6, 6, dtype=torch.float64)
@@ -109,6 +112,19 @@ def test_a_product_that_another_needs_transposed_is_made_once(together: list[Joi
     for one, other in zip(got, want):
         torch.testing.assert_close(one, other)
     assert operations(together[-1], "einsum") < len(together[-1].members)
+
+
+def test_what_another_multiplies_transposed_is_multiplied_once(together: list[JointGraph]) -> None:
+    """``dy * x`` is summed along rows for one gradient, and along columns for another."""
+    shapes = {"a": (40,), "x": (40, 60), "b": (60,)}
+    leaves = {n: torch.randn(s, dtype=torch.float64).requires_grad_() for n, s in shapes.items()}
+    upstream = torch.randn(40, 60, dtype=torch.float64)
+    out = insum.insum("y[i,j] = a[i] * x[i,j] * b[j]", **leaves)
+    got = torch.autograd.grad(out, [*leaves.values()], upstream)
+    want = torch.einsum("i,ij,j->ij", *leaves.values())
+    for one, other in zip(got, torch.autograd.grad(want, [*leaves.values()], upstream)):
+        torch.testing.assert_close(one, other)
+    assert operations(together[-1], "mul") == 1 and len(together[-1].members) == 2
 
 
 def test_parts_are_of_a_variable_that_runs_through_all_that_is_made(

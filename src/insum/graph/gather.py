@@ -238,6 +238,8 @@ class AccessReader:
         if len(own) > 1 or not {*plain} <= {*index.vars}:
             return None
         vars = (*plain[:dim], *(own or [""]), *plain[dim:])
+        if dim < len(dims) - 1 and index.vars[-1] != vars[-1]:
+            return None  # it would walk both across what lies side by side
         places = self.builder.aligned(
             self.builder.cast(index, torch.int64), tuple(filter(None, vars))
         )

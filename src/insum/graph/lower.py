@@ -47,7 +47,8 @@ class Lowered:
     Attributes:
         late: arguments that are still read while the output is written; they must not lie in its
             memory.
-        sums: what sizes decided: sums, and whether each is short.
+        short: what sizes decided: variables, how many places are few for them, and whether theirs
+            are.
         orders: what sizes decided: products, and in which order their factors are multiplied.
     """
 
@@ -56,12 +57,12 @@ class Lowered:
     sizes: tuple[str, ...]
     mode: str
     late: tuple[str, ...] = ()
-    sums: tuple[tuple[tuple[str, ...], bool], ...] = ()
+    short: tuple[tuple[tuple[tuple[str, ...], int], bool], ...] = ()
     orders: tuple[tuple[VariablesOfFactors, tuple[Pair, ...]], ...] = ()
 
     def suits(self, problem: Problem) -> bool:
         """Whether a problem of the same kind would get the same graph."""
-        return all(is_short(problem, summed) is short for summed, short in self.sums) and all(
+        return all(is_short(problem, *asked) is short for asked, short in self.short) and all(
             best_order(problem, *product) == order for product, order in self.orders
         )
 
@@ -170,6 +171,6 @@ def _build(problem: Problem, terms: list[ProductTerm], mode: str) -> Lowered:
         tuple(builder.sizes),
         mode,
         writer.late,
-        tuple(evaluator.sums.items()),
+        tuple(evaluator.short.items()),
         tuple(evaluator.orders.items()),
     )

@@ -12,11 +12,11 @@ from torch.fx import Node
 
 from insum.graph.gather import AccessReader, Dim, PlacesAlong
 from insum.graph.nodes import GraphBuilder, GraphValue
-from insum.graph.value import Evaluator
+from insum.graph.value import Evaluator, opposite, positive_first
 from insum.lang.bind import Problem
 from insum.lang.expand import ProductTerm
 from insum.lang.expr import accesses, variables
-from insum.lang.types import identity
+from insum.lang.types import identity, infer
 
 
 class GraphWriter:
@@ -51,10 +51,15 @@ class GraphWriter:
     # --- every output element is one point of the left side's variables ---
 
     def _dense(self, terms: list[ProductTerm], order: tuple[str, ...]) -> Node:
-        values = [self.evaluator.term(t, order) for t in terms]
-        if not values:
+        if not terms:
             return self._start(self.problem.dtype)
-        result = reduce(lambda a, b: self.builder.pointwise(torch.add, a, b, name="added"), values)
+        first, *rest = (terms[k] for k in positive_first([t.value for t in terms]))
+        result = self.evaluator.term(first, order)
+        for term in rest:
+            other = self._opposite(term)
+            function = torch.add if other is None else torch.sub
+            value = self.evaluator.term(term if other is None else other, order)
+            result = self.builder.pointwise(function, result, value, name="added")
         node = self.builder.expanded(result, order)
         spans = set(order) <= set(result.vars)
         if result.dtype != self.problem.dtype:
@@ -65,6 +70,14 @@ class GraphWriter:
         if self.problem.dtype.is_complex:
             node = self.builder.method("resolve_conj", node)
         return self.builder.method("clone", node, memory_format=torch.contiguous_format)
+
+    def _opposite(self, term: ProductTerm) -> ProductTerm | None:
+        """What a term of floating numbers is the negative of, where it is computed alike."""
+        if not self.evaluator.accumulator.is_floating_point or opposite(term.value) is None:
+            return None
+        other = ProductTerm(term.factors[1:], term.variables)
+        dtypes = {infer(one.value, self.evaluator.types).dtype for one in (term, other)}
+        return other if len(dtypes) == 1 else None
 
     def _narrow(self, node: Node) -> Node:
         if self.problem.dtype == torch.bool:

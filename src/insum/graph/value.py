@@ -21,7 +21,7 @@ from insum.graph.matmul import stored_order
 from insum.graph.nodes import GraphValue
 from insum.lang.bind import Problem
 from insum.lang.expand import ProductTerm
-from insum.lang.expr import FUNCTIONS, Access, Call, Expr, Number, Product, Sum
+from insum.lang.expr import FUNCTIONS, Access, Call, Expr, Number, Product, Sum, product, variables
 from insum.lang.types import (
     Typed,
     accumulator,
@@ -86,17 +86,33 @@ def meeting_dtype(problem: Problem) -> torch.dtype:
     return torch.promote_types(computed_in(problem.dtype), computed_in(value))
 
 
-#: Up to so many summed places, many small vectors are multiplied and summed rather than contracted.
-MOST_SUMMED = 64
+#: Up to so many summed places, many small vectors are multiplied and summed rather than contracted;
+#: and numbers of an innermost dimension up to which moving everything takes less time, measured.
+MOST_SUMMED, SHORT_INSIDE = 64, 2
 
 
-def is_short(problem: Problem, summed: Iterable[str]) -> bool:
-    """Whether the sum over these variables has few places."""
-    sizes = [problem.extents[v] for v in summed]
-    return (
-        all(isinstance(size, int) for size in sizes)
-        and math.prod(int(s) for s in sizes) <= MOST_SUMMED
-    )
+def is_short(problem: Problem, vars: Iterable[str], most: int) -> bool:
+    """Whether these variables have few places together."""
+    sizes = [problem.extents[v] for v in vars]
+    return all(isinstance(size, int) for size in sizes) and math.prod(int(s) for s in sizes) <= most
+
+
+def opposite(value: Expr) -> Expr | None:
+    """What a value is the negative of, as it is written; None where it is not."""
+    if isinstance(value, Product) and value.factors[0] == Number(-1):
+        return product([*value.factors[1:]])
+    return None
+
+
+def positive_first(parts: Sequence[Expr]) -> list[int]:
+    """Numbers of terms, the first two the other way round where the first would be subtracted, and
+    runs over nothing that the other does not.
+    """
+    numbers = list(range(len(parts)))
+    if len(parts) > 1 and opposite(parts[0]) is not None and opposite(parts[1]) is None:
+        if {*variables(parts[0])} <= {*variables(parts[1])}:
+            numbers[:2] = 1, 0
+    return numbers
 
 
 class Evaluator:
@@ -104,9 +120,9 @@ class Evaluator:
 
     def __init__(self, reader: AccessReader) -> None:
         self.reader, self.builder, self.problem = reader, reader.builder, reader.problem
-        #: What sizes decided: sums, and whether each `is_short`. Where they are not, the graph is
-        #: another.
-        self.sums: dict[tuple[str, ...], bool] = {}
+        #: What sizes decided: variables and how many places are few for them, and whether each
+        #: `is_short`. Where they are not, the graph is another.
+        self.short: dict[tuple[tuple[str, ...], int], bool] = {}
         #: Likewise by variables of factors, and those that are kept: the order of products.
         self.orders: dict[VariablesOfFactors, tuple[Pair, ...]] = {}
         #: Parts of a term, which may stand in it several times. Not of another one: the result of
@@ -151,7 +167,7 @@ class Evaluator:
             case Product(parts):
                 return self._fold(torch.mul, parts, dtype)
             case Sum(parts):
-                return self._fold(torch.add, parts, dtype)
+                return self._sum(parts, dtype)
         raise AssertionError(expr)
 
     def _literal(self, value: int | float, dtype: torch.dtype) -> int | float:
@@ -171,6 +187,18 @@ class Evaluator:
         result = self.evaluate(parts[0], dtype)
         for part in parts[1:]:
             result = self.builder.pointwise(function, result, self.evaluate(part, dtype))
+        return result
+
+    def _sum(self, parts: tuple[Expr, ...], dtype: torch.dtype) -> GraphValue:
+        if not (dtype.is_floating_point or dtype.is_complex):
+            return self._fold(torch.add, parts, dtype)
+        first, *rest = (parts[k] for k in positive_first(parts))
+        result = self.evaluate(first, dtype)
+        for part in rest:
+            other = None if result.dtype is None else opposite(part)
+            added = torch.add if other is None else torch.sub
+            value = self.evaluate(part if other is None else other, dtype)
+            result = self.builder.pointwise(added, result, value)
         return result
 
     def _call(self, function: str, args: tuple[Expr, ...], wanted: torch.dtype) -> GraphValue:
@@ -405,8 +433,11 @@ class Evaluator:
         small, large = sorted((set(f.vars) for f in factors), key=len)
         if small == large or self._is_inside(factors, kept):
             return True
-        summed = small - set(kept)
-        found = self.sums[tuple(sorted(summed))] = is_short(self.problem, summed)
+        return self._is_short(small - set(kept), MOST_SUMMED)
+
+    def _is_short(self, vars: Iterable[str], most: int) -> bool:
+        asked = tuple(sorted(vars)), most
+        found = self.short[asked] = is_short(self.problem, *asked)
         return found
 
     def _is_inside(self, factors: list[GraphValue], kept: tuple[str, ...]) -> bool:
@@ -414,7 +445,7 @@ class Evaluator:
         move everything first.
         """
         inner = {f.vars[-1] for f in factors}
-        return len(inner) == 1 and inner <= {*kept}
+        return len(inner) == 1 and inner <= {*kept} and not self._is_short(inner, SHORT_INSIDE)
 
     def _is_within(self, factors: list[GraphValue], kept: tuple[str, ...]) -> bool:
         """Whether a CPU sums a product of two factors over variables of both, of which one has no

@@ -14,6 +14,7 @@ from torch import Tensor
 from insum.graph.value import meeting_dtype
 from insum.host.aggregated import aggregated_of
 from insum.host.arguments import HostCall
+from insum.host.bands import bands_of
 from insum.host.block_rows import block_rows_of
 from insum.host.blocks import blocks_of
 from insum.host.by_row import by_row_of
@@ -95,9 +96,11 @@ def choose(problem: Problem, *, new: bool = True) -> Lowering | None:
         return None
     if not new and problem.dtype in FLOATS:
         problem = replace(problem, dtype=meeting_dtype(problem))
-    windows = diagonals_of(problem) or convolution_of(problem) or slices_of(problem)
-    if windows is not None:
-        return windows
+    rules = diagonals_of, bands_of, convolution_of, slices_of
+    windows = (rule(problem) for rule in rules)
+    found = next((one for one in windows if one is not None), None)
+    if found is not None:
+        return found
     roles = roles_of(problem)
     if roles is None:
         return terms_of(problem, _as_matrices) or by_row_of(problem)  # sums of several products

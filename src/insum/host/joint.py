@@ -284,14 +284,43 @@ def _copied(
     args = torch.fx.map_arg(node.args, copied.__getitem__)
     kwargs = torch.fx.map_arg(node.kwargs, copied.__getitem__)
     if node.target in _COMMUTATIVE and not kwargs:
+        turned = _turned(args)
+        if turned is not None:
+            before, order = turned
+            same = _known(node.op, node.target, before, {}, into, known)
+            return _known("call_function", torch.permute, (same, order), {}, into, known)
         args = tuple(sorted(args, key=repr))
     if node.target in _EINSUMS:
         return _einsum(node.target, args, into, known)
-    key = node.op, node.target, repr(args), repr(kwargs)
+    return _known(node.op, node.target, args, kwargs, into, known)
+
+
+def _known(
+    op: str,
+    target: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    into: Graph,
+    known: dict[object, Node],
+) -> Node:
+    """A node: that of an equal one, where there is one."""
+    key = op, target, repr(args), repr(kwargs)
     found = known.get(key)
     if found is None:
-        found = known[key] = into.node_copy(node, copied.__getitem__)
+        found = known[key] = into.create_node(op, target, args, kwargs)
     return found
+
+
+def _turned(args: tuple[Any, ...]) -> tuple[tuple[Node, ...], tuple[int, ...]] | None:
+    """The operands of a pointwise function and the order of its dimensions, where all have been
+    turned the same way.
+    """
+    permuted = [one for one in args if isinstance(one, Node) and one.target is torch.permute]
+    orders: set[Any] = {one.args[1] for one in permuted}
+    if len(permuted) < len(args) or len(orders) != 1:
+        return None
+    before: list[Any] = sorted((one.args[0] for one in permuted), key=repr)
+    return tuple(before), next(iter(orders))
 
 
 def _einsum(target: Any, args: Any, into: Graph, known: dict[object, Node]) -> Node:

@@ -301,7 +301,7 @@ def einsum_in_order(equation: str, a: Tensor, b: Tensor) -> Tensor:
 def _is_one_each(way: _BatchedProduct) -> bool:
     """Whether there is one dimension of each sort, and the result is to be moved."""
     sorts = way.batch, way.rows, way.columns, len(way.first)
-    return sorts == (1, 1, 1, 3) and way.result[0] != 0
+    return sorts == (1, 1, 1, 3) and way.result[1] == 0  # else matrices have no row that is one
 
 
 def multiplied_in_order(a: Tensor | float, b: Tensor | float) -> Tensor:

@@ -25,6 +25,7 @@ from insum.host.places import (
 )
 from insum.host.roles import HostRoles, Side, as_tensor
 from insum.host.rows import sum_of_rows
+from insum.lang.expr import accesses, variables
 
 #: Bytes of the rows that are multiplied at a time: as much as a cache holds, and long enough for a
 #: matrix product.
@@ -32,6 +33,9 @@ AT_ONCE = 1 << 23
 #: Points that a matrix must have on the average; or multiplications, so that calling for each is
 #: little beside them.
 LEAST_RUN, LEAST_PRODUCT = 16, 1 << 15
+#: Where all matrices are one: bytes of what is summed for all of them at a time, and columns that
+#: are scattered, from which on that is quicker than a sum of what each gives; measured.
+MOST_SUMMED, LEAST_SCATTERED = 1 << 20, 64
 #: What calling for a matrix takes, in steps of a dense statement.
 PER_CALL = 1 << 14
 
@@ -220,7 +224,7 @@ def at_once(roles: HostRoles) -> int:
 
 
 def runs_of(roles: HostRoles) -> Products | Sums | None:
-    if len(roles.wide) != 2 or len(roles.shared) != 2:
+    if len(roles.wide) != 2 or len(roles.shared) != 2 or _is_one_product(roles):
         return None
     if (0, 1) not in roles.shared:
         enough = _are_long(roles, roles.count, roles.target.count)
@@ -231,6 +235,25 @@ def runs_of(roles: HostRoles) -> Products | Sums | None:
     long = _are_long(roles, min(roles.count, step), roles.wide[matrix].count)
     key = ("runs", *roles.key)
     return Products(roles, weights_of(roles), key, matrix) if few and long else None
+
+
+def _is_one_product(roles: HostRoles) -> bool:
+    """Whether all matrices together are one, which the graph multiplies with what is gathered for
+    it: every matrix has as many points, and of the two other sides one does not know them apart.
+    """
+    places = [-1, 0, 1]
+    shared = [{*pair} for pair in roles.shared]
+    (matrix,) = (place for place in places if all(place in pair for pair in shared))
+    indices = [roles.sides[matrix + 1].access.indices[d] for d in roles.sides[matrix + 1].rows]
+    own = {index.var for index in indices}
+    others = [roles.sides[place + 1].access for place in places if place != matrix]
+    apart = all(own & {*variables(access)} for access in others)
+    if None in own or apart or roles.narrow or roles.problem.padded:
+        return False
+    if matrix < 0:
+        return roles.dtype.itemsize * prod(roles.target.shape) <= MOST_SUMMED
+    scatters = any(True for index in roles.target.access.indices for _ in accesses(index))
+    return not scatters or roles.width((-1, matrix)) >= LEAST_SCATTERED
 
 
 def _are_long(roles: HostRoles, points: int, matrices: int) -> bool:

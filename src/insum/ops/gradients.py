@@ -22,6 +22,7 @@ from insum.call.request import Form
 from insum.lang.bind import Size, Value
 from insum.lang.derive import adjoint, tangent, winners
 from insum.lang.expr import tensors_of, variables
+from insum.lang.factored import factored
 from insum.lang.measure import SizeKeys
 from insum.lang.parser import parse
 from insum.lang.problem import kind_of
@@ -361,6 +362,8 @@ def _rule(
     derived = adjoint(call.form.statement, name, frozenset(complexes))
     known = {**dtypes, derived.upstream: upstream, derived.result: upstream}
     source, texts = values[name], derived.statements
+    if {*dtypes.values(), upstream} <= {torch.float32, torch.float64}:  # others sum with less
+        texts = factored(texts)
     made_of = {
         text: _derived(call.form, text, source.dim(), own or source.dtype, known)
         for text in (*texts, *derived.joined)

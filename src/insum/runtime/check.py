@@ -255,9 +255,7 @@ def _at(index: Affine, values: Mapping[str, Value], point: dict[str, int]) -> in
         if isinstance(atom, Var):
             total += by * point[atom.name]
         else:
-            total += by * int(
-                torch.as_tensor(values[atom.tensor])[
-                    tuple(_at(i, values, point) for i in atom.indices)
-                ]
-            )
+            place = tuple(_at(i, values, point) for i in atom.indices)
+            # `item`: `int` of a tensor refuses what int64 does not hold
+            total += by * int(torch.as_tensor(values[atom.tensor])[place].item())
     return total
