@@ -1436,6 +1436,25 @@ def test_products_are_written_where_libraries_can_write_them(
     torch.testing.assert_close(found, torch.einsum(f"bni,nio->{kept}", a, b))
 
 
+@pytest.mark.parametrize("order", itertools.permutations("isk"))
+@pytest.mark.parametrize("equation", ["{x},ns->ink", "{x},sn->ink", "ns,{x}->ink", "{x},ns->kni"])
+def test_a_matrix_times_many_is_written_where_it_belongs(
+    equation: str, order: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, draw = {"i": 21, "s": 30, "k": 40, "n": 50}, torch.Generator().manual_seed(0)
+    asked = equation.format(x="".join(order))
+    names = asked.split("->")[0].split(",")
+    a, b = (torch.randn([sizes[v] for v in vars], generator=draw) for vars in names)
+    written: list[int] = []
+    multiply = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda *x, **o: written.append(len(o)) or multiply(*x, **o))
+    found = operations.einsum_in_order(asked, a, b)
+    assert found.is_contiguous() and written == [1]
+    torch.testing.assert_close(found, torch.einsum(asked, a, b))
+    for other in ("isk,ns->nik", "isk,ns->ikn", "isk,ns->in", "isk,nk->isn", "iik,nk->ink"):
+        assert operations._in_the_middle(other) is None
+
+
 # --- diagonals ------------------------------------------------------------------------------------
 
 

@@ -23,6 +23,8 @@ from insum.lang.bind import Problem
 
 #: Multiplications of one product from which on what torch does around it does not matter, measured.
 MOST_PRODUCT = 1 << 18
+#: Numbers of a result from which on it matters where they are written.
+LEAST_WRITTEN = 1 << 14
 _FLOATS = torch.float32, torch.float64
 
 
@@ -284,7 +286,9 @@ def einsum_in_order(equation: str, a: Tensor, b: Tensor) -> Tensor:
     >>> einsum_in_order("bni,nio->bno", a, b).is_contiguous()
     True
     """
-    way = _batched_product(equation)
+    way, middle = _batched_product(equation), _in_the_middle(equation)
+    if middle is not None and a.dtype is b.dtype:
+        return middle(equation, a, b)
     if way is None or not _is_one_each(way) or a.dtype is not b.dtype:
         return einsum(equation, a, b).contiguous()
     one, other = (b, a) if way.swapped else (a, b)
@@ -296,6 +300,50 @@ def einsum_in_order(equation: str, a: Tensor, b: Tensor) -> Tensor:
     places = found.permute([way.result.index(k) for k in range(3)])
     torch.bmm(first, second, out=places)
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class _MiddleProduct:
+    """``y[i,n,k] = x[i,s,k] * w[n,s]``: the same matrix times each ``x[i]``, written where it
+    belongs. ``many`` and ``one`` are the dimensions of both in these orders; ``swapped``: the
+    matrix stands first.
+    """
+
+    many: tuple[int, ...]
+    one: tuple[int, ...]
+    swapped: bool
+
+    def __call__(self, equation: str, a: Tensor, b: Tensor) -> Tensor:
+        x, w = (b, a) if self.swapped else (a, b)
+        x, w = x.permute(self.many), w.permute(self.one)
+        (count, inner, columns), rows = x.shape, w.shape[0]
+        lies = x.stride(1) == 1 or x.stride(2) == 1
+        if count * rows * columns < LEAST_WRITTEN or not lies and inner > rows:
+            return einsum(equation, a, b).contiguous()
+        if not lies:
+            x = x.contiguous()  # which is smaller than the result, that would be moved
+        found = a.new_empty((count, rows, columns))
+        return torch.bmm(w.expand(count, rows, inner), x, out=found)
+
+
+@lru_cache(maxsize=MOST_GRAPHS)
+def _in_the_middle(equation: str) -> _MiddleProduct | None:
+    """None where it is anything else.
+
+    >>> _in_the_middle("jca,bj->abc")
+    _MiddleProduct(many=(2, 0, 1), one=(0, 1), swapped=False)
+    """
+    left, kept = equation.split("->")
+    first, second = left.split(",")
+    swapped = len(first) < len(second)
+    x, w = (second, first) if swapped else (first, second)
+    if (len(x), len(w), len(kept)) != (3, 2, 3) or any(len({*v}) < len(v) for v in (x, w, kept)):
+        return None
+    summed = [v for v in x if v in w]
+    if len(summed) != 1 or {kept[0], kept[2], *summed} != {*x} or {kept[1], *summed} != {*w}:
+        return None
+    many = tuple(x.index(v) for v in (kept[0], *summed, kept[2]))
+    return _MiddleProduct(many, tuple(w.index(v) for v in (kept[1], *summed)), swapped)
 
 
 def _is_one_each(way: _BatchedProduct) -> bool:
