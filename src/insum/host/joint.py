@@ -29,6 +29,7 @@ from insum.host.operations import (
 )
 from insum.host.places import Lowering
 from insum.host.roles import FLOATS, cast
+from insum.host.rows import ScaledRows
 from insum.lang.bind import Problem, Value
 
 #: Bytes of intermediates that may be made at once, where no variable runs through all statements.
@@ -136,7 +137,9 @@ class JointGraph:
 
 
 def is_by_graph(way: Lowering | None) -> bool:
-    """Whether a way is the graph, in whatever order."""
+    """Whether a way is the graph, in whatever order; or is where index tensors are in no order."""
+    if isinstance(way, ScaledRows):
+        return way.out_of_order is not None
     return way is None or way.name in ("graph", "chunks", "by row")
 
 
@@ -168,7 +171,7 @@ def _is_product(problem: Problem) -> bool:
 
 def _loss(way: Lowering | None) -> int:
     """What is summed by row takes longer in any other order."""
-    return int(isinstance(way, ByRow))
+    return int(isinstance(way, ByRow | ScaledRows))
 
 
 def _joint(problems: Sequence[Problem]) -> tuple[JointGraph, list[int]] | None:
