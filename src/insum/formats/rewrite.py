@@ -8,34 +8,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from insum.errors import BindingError, InsumError, Span, UnsupportedError
+from insum.errors import BindingError, UnsupportedError
 from insum.formats.layout import memoised
-from insum.formats.spell import Operand, Source, Spelling, pattern_key, spell
+from insum.formats.spell import Operand, Source, Spelling, spell
+from insum.formats.spelled import SpelledStatement
 from insum.formats.substitute import SpellingWriter
 from insum.lang.expand import expand
 from insum.lang.expr import (
     Access,
-    Call,
     Expr,
-    Number,
-    Product,
     Statement,
-    Sum,
     accesses,
-    names_of,
     tensors_of,
     total,
     variables,
 )
 from insum.lang.parser import parse
-
-#: Functions that are 0 at 0: what is absent stays absent under them.
-_KEEP_ZERO = frozenset(
-    {
-        *("abs", "relu", "sqrt", "tanh", "sign", "conj", "expm1", "log1p", "sin", "erf"),
-        *("leaky_relu", "elu", "gelu", "silu", "whole"),
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,24 +75,25 @@ class Rewriter:
     def __init__(
         self, statement: Statement, operands: dict[str, Operand], dense_output: bool
     ) -> None:
-        self.statement, self.target = statement, statement.target
-        self.text = statement.text or str(statement)
-        self.operands, self.dense_output = operands, dense_output
-        self.taken = names_of(statement)
-        self.spellings: dict[object, Spelling] = {}
-        self.sources: dict[object, Source] = {}
+        self.asked, self.dense_output = SpelledStatement(statement, operands), dense_output
 
     def run(self) -> Rewrite:
+        asked = self.asked
         self.check_operands()
         self.check_accesses()
         like = self.pattern_of_output()
         groups: dict[tuple[object, ...], list[Expr]] = {}
-        for term in expand(self.statement):
+        for term in expand(asked.statement):
             groups.setdefault(self.patterns_in(term.value), []).append(term.value)
         pieces = tuple(self.piece(keys, values, like) for keys, values in groups.items())
-        dims = tuple(index.var for index in self.target.indices)
+        dims = tuple(index.var for index in asked.target.indices)
         made = Rewrite(
-            self.text, self.target.tensor, self.statement.operator, dims, pieces, self.places()
+            asked.text,
+            asked.target.tensor,
+            asked.statement.operator,
+            dims,
+            pieces,
+            self.places(),
         )
         if like is None:
             return made
@@ -114,78 +103,68 @@ class Rewriter:
             made, result_like=access.tensor, permutation=tuple(order.index(v) for v in dims)
         )
 
-    def fail(
-        self,
-        kind: type[InsumError],
-        fact: str,
-        *,
-        span: Span | None = None,
-        expected: str = "",
-        remedy: str = "",
-    ) -> NoReturn:
-        raise kind(fact, statement=self.text, span=span, expected=expected, remedy=remedy)
-
-    def is_sparse(self, name: str) -> bool:
-        return name in self.operands and bool(self.operands[name].kind)
-
     # --- checks ---
 
     def check_operands(self) -> None:
-        reads = tensors_of(self.statement)
-        allowed = {*reads, self.target.tensor} if self.statement.operator != "=" else set(reads)
+        asked = self.asked
+        reads = tensors_of(asked.statement)
+        allowed = {*reads, asked.target.tensor} if asked.statement.operator != "=" else set(reads)
         for name in reads:
-            if name not in self.operands:
+            if name not in asked.operands:
                 span = next((a.span for a in self.every_access() if a.tensor == name), None)
-                self.fail(
+                asked.fail(
                     BindingError,
                     f"{name} stands in the statement but was not passed",
                     span=span,
                     remedy=f"{name}=...",
                 )
-        for name in self.operands:
+        for name in asked.operands:
             if name not in allowed:
                 what = (
                     f"{name} is the output of '=', which makes a new tensor"
-                    if name == self.target.tensor
+                    if name == asked.target.tensor
                     else f"{name} was passed but does not stand in the statement"
                 )
-                self.fail(
+                asked.fail(
                     BindingError,
                     what,
-                    remedy=f"+= to accumulate into {name}" if name == self.target.tensor else "",
+                    remedy=f"+= to accumulate into {name}" if name == asked.target.tensor else "",
                 )
 
     def check_accesses(self) -> None:
+        asked = self.asked
         for access in self.every_access():
-            operand = self.operands.get(access.tensor)
+            operand = asked.operands.get(access.tensor)
             if operand is not None and len(access.indices) != operand.rank:
                 fact = (
                     f"{access.tensor} has {operand.rank} dimension(s) but {access} has "
                     f"{len(access.indices)} index(es)"
                 )
-                self.fail(
+                asked.fail(
                     BindingError, fact, span=access.span, remedy="write one index per dimension"
                 )
             for index in access.indices:
                 inner = next(
-                    (a for a in accesses(index, nested=False) if self.is_sparse(a.tensor)), None
+                    (a for a in accesses(index, nested=False) if asked.is_sparse(a.tensor)),
+                    None,
                 )
                 if inner is not None:
-                    self.fail(
+                    asked.fail(
                         UnsupportedError,
                         f"{inner.tensor} is sparse and stands in an index",
                         span=inner.span,
                         remedy=f"{inner.tensor}.to_dense()",
                     )
-        for access in (self.target, *accesses(self.statement.value)):
-            if self.is_sparse(access.tensor):
+        for access in (asked.target, *accesses(asked.statement.value)):
+            if asked.is_sparse(access.tensor):
                 self.check_sparse(access)
 
     def check_sparse(self, access: Access) -> None:
+        asked = self.asked
         names = [index.var for index in access.indices]
         odd = next((i for i, n in zip(access.indices, names) if n is None), None)
         if odd is not None:
-            self.fail(
+            asked.fail(
                 UnsupportedError,
                 f"{access.tensor} is sparse and indexed by {odd}",
                 span=odd.span,
@@ -194,33 +173,37 @@ class Rewriter:
             )
         twice = next((n for n in names if names.count(n) > 1), None)
         if twice is not None:
-            self.fail(
+            asked.fail(
                 UnsupportedError,
                 f"{access.tensor} is sparse and {twice!r} indexes it twice",
                 span=access.span,
                 expected="different variables",
                 remedy=f"{access.tensor}.to_dense()",
             )
-        if self.statement.operator not in ("=", "+=") and self.operands[access.tensor].block_shape:
+        if (
+            asked.statement.operator not in ("=", "+=")
+            and asked.operands[access.tensor].block_shape
+        ):
             remedy = f'{access.tensor}.to_format("GroupCOO")'
-            self.fail(
+            asked.fail(
                 UnsupportedError,
-                f"{self.statement.operator} over a block format would see the zeros inside blocks",
+                f"{asked.statement.operator} over a block format would see the zeros inside blocks",
                 span=access.span,
                 remedy=remedy,
             )
 
     def every_access(self) -> Iterator[Access]:
-        yield self.target
-        for index in self.target.indices:
+        asked = self.asked
+        yield asked.target
+        for index in asked.target.indices:
             yield from accesses(index)
-        yield from accesses(self.statement.value)
+        yield from accesses(asked.statement.value)
 
     def places(self) -> tuple[tuple[str, tuple[tuple[str, int], ...]], ...]:
         found: dict[str, dict[tuple[str, int], None]] = {}
         for access in self.every_access():
             for dim, index in enumerate(access.indices):
-                if index.var is not None and access.tensor in self.operands:
+                if index.var is not None and access.tensor in self.asked.operands:
                     found.setdefault(index.var, {})[access.tensor, dim] = None
         return tuple((var, tuple(where)) for var, where in found.items())
 
@@ -230,18 +213,21 @@ class Rewriter:
         """The patterns of the sparse accesses of a term, spelled; what is absent in one of them
         must not count.
         """
+        asked = self.asked
         keys: dict[object, Access] = {}
         for access in accesses(term, nested=False):
-            if self.is_sparse(access.tensor):
-                keys.setdefault(self.key_of(access), access)
+            if asked.is_sparse(access.tensor):
+                keys.setdefault(asked.key_of(access), access)
         for key, access in keys.items():
-            if key not in self.spellings:
-                self.spellings[key] = spell(
-                    self.operands[access.tensor], self.names_of(access), self.taken
+            if key not in asked.spellings:
+                asked.spellings[key] = spell(
+                    asked.operands[access.tensor],
+                    asked.names_of(access),
+                    asked.taken,
                 )
-            if self.statement.operator in ("=", "+=") and not self.vanishes(term, key):
+            if asked.statement.operator in ("=", "+=") and not asked.vanishes(term, key):
                 fact = f"the right side is not zero where {access.tensor} has no entry"
-                self.fail(
+                asked.fail(
                     UnsupportedError,
                     fact,
                     span=access.span,
@@ -250,46 +236,10 @@ class Rewriter:
                     remedy=f"{access.tensor}.to_dense()",
                 )
         self.check_meetings(
-            [self.spellings[k] for k in keys],
-            {self.spellings[k].operand.name: a for k, a in keys.items()},
+            [asked.spellings[k] for k in keys],
+            {asked.spellings[k].operand.name: a for k, a in keys.items()},
         )
         return tuple(keys)
-
-    def key_of(self, access: Access) -> object:
-        return pattern_key(self.operands[access.tensor], self.names_of(access))
-
-    def names_of(self, access: Access) -> tuple[str, ...]:
-        return tuple(str(index.var) for index in access.indices)
-
-    def vanishes(self, expr: Expr, key: object) -> bool:
-        """Whether an expression is zero wherever the pattern has no entry."""
-        match expr:
-            case Access():
-                return self.is_sparse(expr.tensor) and self.key_of(expr) == key
-            case Product(factors):
-                return any(self.vanishes(f, key) for f in factors)
-            case Sum(terms):
-                return all(self.vanishes(t, key) for t in terms)
-            case Call("pow", (base, Number(exponent))):
-                return exponent > 0 and self.vanishes(base, key)
-            case Call(function, args):
-                return function in _KEEP_ZERO and self.vanishes(args[0], key)
-        return False
-
-    def ranges_of_functions(self, expr: Expr) -> set[str]:
-        """Index variables of dense operands inside of functions that are not 0 at 0."""
-        match expr:
-            case Product(parts) | Sum(parts):
-                return {v for part in parts for v in self.ranges_of_functions(part)}
-            case Call(function, args):
-                zero = function in _KEEP_ZERO or (
-                    function == "pow" and isinstance(args[1], Number) and args[1].value > 0
-                )
-                if zero:
-                    return self.ranges_of_functions(args[0])
-                read = [a for arg in args for a in accesses(arg, nested=False)]
-                return {v for a in read if not self.is_sparse(a.tensor) for v in variables(a)}
-        return set()
 
     def check_meetings(self, spellings: list[Spelling], where: dict[str, Access]) -> None:
         """Two patterns may not both say where an index variable has entries: that would be an
@@ -316,7 +266,7 @@ class Rewriter:
     def refuse_intersection(
         self, one: str, two: str, variable: str, where: dict[str, Access]
     ) -> NoReturn:
-        self.fail(
+        self.asked.fail(
             UnsupportedError,
             f"{one} and {two} are both sparse and meet in index {variable!r}: their entries "
             "would have to be intersected",
@@ -345,7 +295,8 @@ class Rewriter:
         """The pattern that the output has: that of a sparse operand with exactly its indices in
         every term; or none, for a dense output.
         """
-        passed = self.operands.get(self.target.tensor)
+        asked = self.asked
+        passed = asked.operands.get(asked.target.tensor)
         like = (
             None
             if self.dense_output or passed is not None and not passed.kind
@@ -354,39 +305,41 @@ class Rewriter:
         if (
             passed is not None
             and passed.kind
-            and (like is None or self.key_of(self.target) != like)
+            and (like is None or asked.key_of(asked.target) != like)
         ):
             fact = (
-                f"the output {self.target.tensor} is sparse, but the right side does not "
+                f"the output {asked.target.tensor} is sparse, but the right side does not "
                 "keep to its pattern"
             )
             remedy = (
-                f"pass {self.target.tensor} as a dense tensor, or multiply by an operand "
-                f"with {self.target.tensor}'s own index arrays"
+                f"pass {asked.target.tensor} as a dense tensor, or multiply by an operand "
+                f"with {asked.target.tensor}'s own index arrays"
             )
-            self.fail(UnsupportedError, fact, span=self.target.span, remedy=remedy)
+            asked.fail(UnsupportedError, fact, span=asked.target.span, remedy=remedy)
         return like
 
     def common_pattern(self) -> object | None:
-        names = [index.var for index in self.target.indices]
+        asked = self.asked
+        names = [index.var for index in asked.target.indices]
         wanted = {n for n in names if n is not None}
         if len(wanted) < len(names):
             return None
         patterns = [
             [
-                self.key_of(a)
+                asked.key_of(a)
                 for a in accesses(term.value, nested=False)
-                if self.is_sparse(a.tensor) and set(self.names_of(a)) == wanted
+                if asked.is_sparse(a.tensor) and set(asked.names_of(a)) == wanted
             ]
-            for term in expand(self.statement)
+            for term in expand(asked.statement)
         ]
         return next((key for key in patterns[0] if all(key in p for p in patterns)), None)
 
     def output_access(self, key: object) -> Access:
+        asked = self.asked
         return next(
             a
-            for a in accesses(self.statement.value, nested=False)
-            if self.is_sparse(a.tensor) and self.key_of(a) == key
+            for a in accesses(asked.statement.value, nested=False)
+            if asked.is_sparse(a.tensor) and asked.key_of(a) == key
         )
 
     # --- one statement ---
@@ -394,20 +347,21 @@ class Rewriter:
     def piece(
         self, keys: tuple[object, ...], values: list[Expr], like: object | None
     ) -> RewrittenStatement:
-        spellings = [self.spellings[k] for k in keys]
-        writer = SpellingWriter(self, spellings)
+        asked = self.asked
+        spellings = [asked.spellings[k] for k in keys]
+        writer = SpellingWriter(asked, spellings)
         if like is None:
-            target, splits = writer.access(self.target)
+            target, splits = writer.access(asked.target)
         else:
             target, splits = (
                 Access(
-                    self.target.tensor,
-                    tuple(writer.index(i) for i in self.spellings[like].positions),
+                    asked.target.tensor,
+                    tuple(writer.index(i) for i in asked.spellings[like].positions),
                 ),
                 (),
             )
         terms = [writer.term(value, target) for value in values]
-        statement = Statement(target, self.statement.operator, total(terms))
+        statement = Statement(target, asked.statement.operator, total(terms))
         used = {target.tensor, *tensors_of(statement)}
         sources = tuple(s for s in writer.sources.values() if s.name in used)
         return RewrittenStatement(

@@ -4,11 +4,10 @@ spellings say.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from insum.errors import UnsupportedError
 from insum.formats.layout import implicit_axes
 from insum.formats.spell import Operand, Source, Spelling
+from insum.formats.spelled import SpelledStatement
 from insum.lang.expr import (
     Access,
     Affine,
@@ -23,17 +22,14 @@ from insum.lang.expr import (
     variables,
 )
 
-if TYPE_CHECKING:
-    from insum.formats.rewrite import Rewriter
-
 _NOTHING = product([])
 
 
 class SpellingWriter:
     """Rewrites the accesses of one statement by the spellings that are in force in it."""
 
-    def __init__(self, rewriter: Rewriter, spellings: list[Spelling]) -> None:
-        self.rewriter, self.spellings = rewriter, spellings
+    def __init__(self, asked: SpelledStatement, spellings: list[Spelling]) -> None:
+        self.asked, self.spellings = asked, spellings
         self.becomes = {v: forms for s in spellings for v, forms in s.becomes.items()}
         self.blocks = {v: size for s in spellings for v, size in s.blocks.items()}
         self.sources: dict[object, Source] = {
@@ -51,13 +47,13 @@ class SpellingWriter:
         return product(factors)
 
     def factor(self, access: Access) -> Expr:
-        if not self.rewriter.is_sparse(access.tensor):
+        if not self.asked.is_sparse(access.tensor):
             return self.access(access)[0]
-        operand = self.rewriter.operands[access.tensor]
+        operand = self.asked.operands[access.tensor]
         if operand.is_pattern and operand.is_even:
             return _NOTHING
-        spelling = self.rewriter.spellings[self.rewriter.key_of(access)]
-        return self.value_access(operand, spelling, self.rewriter.names_of(access))
+        spelling = self.asked.spellings[self.asked.key_of(access)]
+        return self.value_access(operand, spelling, self.asked.names_of(access))
 
     def value_access(
         self, operand: Operand, spelling: Spelling, names: tuple[str, ...], field: str = "values"
@@ -111,7 +107,7 @@ class SpellingWriter:
         """
         if spelling.operand.is_even:
             return []
-        ranged = self.rewriter.ranges_of_functions(value)
+        ranged = self.asked.ranges_of_functions(value)
         return [self.edge(spelling, dim) for dim, v in enumerate(spelling.variables) if v in ranged]
 
     def edge(self, spelling: Spelling, dim: int) -> Access:
@@ -139,7 +135,7 @@ class SpellingWriter:
             else:
                 indices.append(self.index(index))
         name = access.tensor
-        if access is not self.rewriter.target:
+        if access is not self.asked.target:
             name = self.named(name, name, splits=tuple(splits), is_index=is_index).name
             if is_index and splits:
                 self.padded.append(name)
@@ -153,7 +149,7 @@ class SpellingWriter:
                 terms.append((by, self.index_access(atom)))
             elif atom.name in self.blocks:
                 fact = f"{atom.name!r} runs over blocks and cannot be combined in the index {index}"
-                self.rewriter.fail(
+                self.asked.fail(
                     UnsupportedError, fact, span=index.span, remedy='to_format("GroupCOO")'
                 )
             elif atom.name in self.becomes:
@@ -181,12 +177,10 @@ class SpellingWriter:
         its name.
         """
         key = operand, field, number, splits, bool(splits) and is_index
-        known = self.rewriter.sources.get(key)
+        known = self.asked.sources.get(key)
         if known is None:
-            first = not field and all(s.operand != operand for s in self.rewriter.sources.values())
-            name = wanted if first else fresh(wanted, self.rewriter.taken)
-            known = self.rewriter.sources[key] = Source(
-                name, operand, field, number, splits, is_index
-            )
+            first = not field and all(s.operand != operand for s in self.asked.sources.values())
+            name = wanted if first else fresh(wanted, self.asked.taken)
+            known = self.asked.sources[key] = Source(name, operand, field, number, splits, is_index)
         self.sources[key] = known
         return known
