@@ -1536,6 +1536,19 @@ def test_bands(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(taken) > 40 and max(taken) > 40
 
 
+def test_the_last_part_of_bands_may_be_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = torch.Generator().manual_seed(0)
+    q, k = torch.randn(4, 25, 40, generator=draw), torch.randn(4, 29, 40, generator=draw)
+    text, shape = "s[b,t,r] = q[b,t,f] * k[b,t+r,f]", (4, 25, 5)
+    monkeypatch.setattr(bands, "LEAST_POINTS", 1)
+    monkeypatch.setattr(diagonals, "LEAST_POINTS", 4 * 40 * 5 * 4 + 1)
+    found = bands.bands_of(request_of(text, shape, None, ()).bind({"q": q, "k": k}))
+    assert found is not None and found.step == 7
+    assert [type(found.parts[n]).__name__ for n in (7, 4)] == ["Diagonals", "SubProblem"]
+    want = torch.einsum("btf,btfr->btr", q, k.unfold(1, 5, 1))
+    torch.testing.assert_close(insum.insum(text, q=q, k=k, out_shape=shape), want)
+
+
 def test_what_is_not_finite_reaches_its_windows_alone() -> None:
     draw = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 300, 40, generator=draw), torch.randn(2, 320, 40, generator=draw)
@@ -1558,6 +1571,10 @@ def test_windows_that_slide_along_many_places_are_bands(text: str) -> None:
     problem = request_of(text, (900, 41), None, ()).bind(values)
     found = bands.bands_of(problem)
     assert found is not None and found.step * 20 > 900 > found.step * 10
+    for count in range(840, 960):  # whatever is left over for the last part
+        shorter = {"q": torch.ones(count, 60), "k": torch.ones(count + 60, 60)}
+        asked = request_of(text, (count, 41), None, ()).bind(shorter)
+        assert bands.bands_of(asked) is not None
     assert chooser.choose(problem).name == "bands"  # type: ignore[union-attr]
 
 

@@ -16,6 +16,8 @@ from torch import Tensor
 from insum.graph.value import meeting_dtype
 from insum.host.arguments import HostCall
 from insum.host.diagonals import LEAST_POINTS, MOST_PLACES, Diagonals, diagonals_of
+from insum.host.operations import lower_on_host
+from insum.host.parts import SubProblem
 from insum.host.roles import as_tensor, cast
 from insum.host.slices import dense_product
 from insum.lang.bind import Problem
@@ -64,7 +66,7 @@ class Bands:
 
     problem: Problem
     band: Band
-    parts: Mapping[int, Diagonals]
+    parts: Mapping[int, Diagonals | SubProblem]
     step: int
     dims: tuple[tuple[str, int], ...]
     along: int
@@ -83,7 +85,9 @@ class Bands:
             reached = band.first(start, length), band.places(length)
             if band.holder:
                 values[band.holder] = as_tensor(call.values[band.holder]).narrow(band.dim, *reached)
-            found = self.parts[length](HostCall(values, {}, None))
+            part = self.parts[length]
+            given = HostCall(values, {}, None)
+            found = part(given) if isinstance(part, Diagonals) else part(values)
             if self.along >= 0:
                 out.narrow(self.along, start, length).copy_(found)
             else:
@@ -140,12 +144,13 @@ def _parts(problem: Problem, target: Access, factors: Sequence[Access], band: Ba
     if len({name for name, _ in runs}) < len(runs):
         return None
     along = [d for d, index in enumerate(target.indices) if index.var == band.i]
-    parts = {}
-    for length in {step, whole - (count - 1) * step if count > 1 else whole}:
-        part = diagonals_of(_part(problem, target, factors, band, length))
-        if part is None:
+    parts: dict[int, Diagonals | SubProblem] = {}
+    for length in {min(step, whole - start) for start in range(0, whole, step)}:
+        part = _part(problem, target, factors, band, length)
+        found = diagonals_of(part)
+        if found is None and length == step:
             return None
-        parts[length] = part
+        parts[length] = found or SubProblem(part, lower_on_host(part))  # few are left over
     return Bands(problem, band, parts, step, tuple(runs), along[0] if along else -1)
 
 
