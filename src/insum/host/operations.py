@@ -23,8 +23,12 @@ from insum.lang.bind import Problem
 
 #: Multiplications of one product from which on what torch does around it does not matter, measured.
 MOST_PRODUCT = 1 << 18
-#: Numbers of a result from which on it matters where they are written.
-LEAST_WRITTEN = 1 << 14
+#: Numbers of a result from which on it matters where they are written, and rows and columns of each
+#: of many products of which calling the library is little, measured.
+LEAST_WRITTEN, LEAST_SIDE = 1 << 14, 16
+#: How many times less than the result something has to be that is read turned, or copied, for it;
+#: measured.
+TURNED, COPIED = 2, 4
 _FLOATS = torch.float32, torch.float64
 
 
@@ -315,15 +319,21 @@ class _MiddleProduct:
 
     def __call__(self, equation: str, a: Tensor, b: Tensor) -> Tensor:
         x, w = (b, a) if self.swapped else (a, b)
-        x, w = x.permute(self.many), w.permute(self.one)
-        (count, inner, columns), rows = x.shape, w.shape[0]
-        lies = x.stride(1) == 1 or x.stride(2) == 1
-        if count * rows * columns < LEAST_WRITTEN or not lies and inner > rows:
+        rows, columns = w.shape[self.one[0]], x.shape[self.many[2]]
+        if rows < LEAST_SIDE or columns < LEAST_SIDE:
             return einsum(equation, a, b).contiguous()
-        if not lies:
-            x = x.contiguous()  # which is smaller than the result, that would be moved
+        count, inner = x.shape[self.many[0]], w.shape[self.one[1]]
+        if count * rows * columns < LEAST_WRITTEN:
+            return einsum(equation, a, b).contiguous()
+        x = x.permute(self.many)
+        # what a product has to read turned, or copied first, has to be less than what is written
+        turned = x.stride(1) == 1
+        if x.stride(2) != 1 and inner * (TURNED if turned else COPIED) > rows:
+            return einsum(equation, a, b).contiguous()
+        if x.stride(2) != 1 and not turned:
+            x = x.contiguous()
         found = a.new_empty((count, rows, columns))
-        return torch.bmm(w.expand(count, rows, inner), x, out=found)
+        return torch.bmm(w.permute(self.one).expand(count, rows, inner), x, out=found)
 
 
 @lru_cache(maxsize=MOST_GRAPHS)

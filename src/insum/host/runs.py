@@ -34,7 +34,8 @@ AT_ONCE = 1 << 23
 #: little beside them.
 LEAST_RUN, LEAST_PRODUCT = 16, 1 << 15
 #: Where all matrices are one: bytes of what is summed for all of them at a time, and columns that
-#: are scattered, from which on that is quicker than a sum of what each gives; measured.
+#: are scattered, from which on that is quicker than a sum of what each gives, if no fewer are
+#: multiplied for them; measured.
 MOST_SUMMED, LEAST_SCATTERED = 1 << 20, 64
 #: What calling for a matrix takes, in steps of a dense statement.
 PER_CALL = 1 << 14
@@ -253,7 +254,8 @@ def _is_one_product(roles: HostRoles) -> bool:
     if matrix < 0:
         return roles.dtype.itemsize * prod(roles.target.shape) <= MOST_SUMMED
     scatters = any(True for index in roles.target.access.indices for _ in accesses(index))
-    return not scatters or roles.width((-1, matrix)) >= LEAST_SCATTERED
+    columns = roles.width((-1, matrix))
+    return not scatters or LEAST_SCATTERED <= columns <= roles.width((0, 1))
 
 
 def _are_long(roles: HostRoles, points: int, matrices: int) -> bool:

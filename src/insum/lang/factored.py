@@ -31,11 +31,28 @@ from insum.lang.parser import parse
 MOST_SUMMED = 4
 
 
+def multiplied_along(text: str) -> tuple[str, ...] | None:
+    """The variables of such a product that its sum has not got: for each number of the sum there
+    are as many multiplications as these have places. None where it has no sum.
+
+    >>> multiplied_along("dx[b,i] += dy[b] * x[b,j] * whole(A[i,j] + A[j,i])")
+    ('b',)
+    """
+    statement = parse(text)
+    for factor in _factors(statement.value):
+        if isinstance(factor, Call):
+            every = dict.fromkeys((*variables(statement.target), *variables(statement.value)))
+            return tuple(v for v in every if v not in variables(factor))
+    return None
+
+
 def factored(texts: Sequence[str]) -> tuple[str, ...]:
     """Statements that add up to the same as these.
 
     >>> factored(["dx[i] += dy * A[i,j] * x[j]", "dx[j] += dy * x[i] * A[i,j]"])
     ('dx[i] += dy * x[j] * whole(A[i,j] + A[j,i])',)
+    >>> factored(["dX[k,l] += dy * X[m,j]", "dX[m,j] += dy * X[k,l]"])
+    ('dX[k,l] += 2 * dy * X[m,j]',)
     >>> factored(["dx[i] += dy[i] * a[i]", "dx[i] += dy[i] * b[i]"])
     ('dx[i] += dy[i] * a[i]', 'dx[i] += dy[i] * b[i]')
     """
@@ -54,21 +71,28 @@ def factored(texts: Sequence[str]) -> tuple[str, ...]:
 def _together(first: Statement, other: Statement) -> Statement | None:
     """Two statements as one, whatever the variables of the other are called."""
     summed = [_summed(first), _summed(other)]
-    if not summed[0] or len(summed[0]) != len(summed[1]) or len(summed[0]) > MOST_SUMMED:
+    if len(summed[0]) != len(summed[1]) or len(summed[0]) > MOST_SUMMED:
         return None
     if not _is_plain(first) or not _is_plain(other) or first.target.tensor != other.target.tensor:
         return None
     kept = dict(zip(variables(other.target), variables(first.target), strict=True))
+    own, written = _factors(first.value), list[list[Expr]]()
     for order in itertools.permutations(summed[0]):
         names = {**kept, **dict(zip(summed[1], order, strict=True))}
-        value = _of_both(_factors(first.value), _factors(_renamed(other.value, names)))
-        if value is not None:
-            return Statement(first.target, first.operator, value)
-    return None
+        written.append(_factors(_renamed(other.value, names)))
+    if any(Counter(own) == Counter(factors) for factors in written):
+        return Statement(first.target, first.operator, product([*own, Number(2)]))
+    if not summed[0]:
+        return None
+    values = (_of_both(own, factors, {*summed[0]}) for factors in written)
+    value = next((one for one in values if one is not None), None)
+    return None if value is None else Statement(first.target, first.operator, value)
 
 
-def _of_both(first: list[Expr], other: list[Expr]) -> Expr | None:
-    """Where all factors are the same but one, which runs over the same points in both."""
+def _of_both(first: list[Expr], other: list[Expr], summed: set[str]) -> Expr | None:
+    """Where all factors are the same but one, which runs over the same points in both. Those that
+    are the same have to tell that variables of one name have one extent.
+    """
     own = [*(Counter(first) - Counter(other)).elements()]
     others = [*(Counter(other) - Counter(first)).elements()]
     if len(own) != 1 or len(others) != 1:
@@ -78,7 +102,9 @@ def _of_both(first: list[Expr], other: list[Expr]) -> Expr | None:
         return None
     shared = list(first)
     shared.remove(a)
-    return product([*shared, Call("whole", (total([a, b]),))]) if shared else None
+    if not summed <= {v for factor in shared for v in variables(factor)}:
+        return None
+    return product([*shared, Call("whole", (total([a, b]),))])
 
 
 def _is_plain(statement: Statement) -> bool:

@@ -7,6 +7,7 @@ looks up and runs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -22,7 +23,7 @@ from insum.call.request import Form
 from insum.lang.bind import Size, Value
 from insum.lang.derive import adjoint, tangent, winners
 from insum.lang.expr import tensors_of, variables
-from insum.lang.factored import factored
+from insum.lang.factored import factored, multiplied_along
 from insum.lang.measure import SizeKeys
 from insum.lang.parser import parse
 from insum.lang.problem import kind_of
@@ -35,6 +36,9 @@ StatementRunner: TypeAlias = Callable[[Kinds, Mapping[str, Value], tuple[Any, ..
 #: The calls of derived statements that are found for values of certain layouts. Two may be spelled
 #: alike and be of other sizes: ``A[s[e],k] + A[k,s[e]]`` has gradients along rows and columns.
 FoundCalls: TypeAlias = "dict[Derived, BoundCall]"
+#: Multiplications of each number of a sum from which on a product with it is quicker than two
+#: without, measured.
+LEAST_REUSED = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,13 +136,21 @@ class Derived:
 @dataclass(frozen=True, slots=True)
 class GradientRule:
     """How the gradient of one tensor is computed: a sum of statements, over the gradient that
-    arrives and the result under these names; ``joined``: of fewer, where each is one kernel.
+    arrives and the result under these names; ``joined``: of fewer, where each is one kernel;
+    ``factored``: of fewer products, each with a sum that is multiplied ``along`` variables of one.
     """
 
     statements: tuple[Derived, ...]
     upstream: str
     result: str
     joined: tuple[Derived, ...] = ()
+    factored: tuple[Derived, ...] = ()
+    along: tuple[tuple[str, ...], ...] = ()
+
+    def on_host(self, extents: Mapping[str, Size]) -> tuple[Derived, ...]:
+        """Those that a CPU runs."""
+        fewer = bool(self.factored) and _is_reused(self.along, extents)
+        return self.factored if fewer else self.statements
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +209,9 @@ def gradients(
         key = name, upstream.dtype, call.dtypes.get(name)
         rule = call.rules.get(key) or _rule(call, values, *key)
         known = {**values, rule.upstream: upstream, rule.result: result}
-        statements = rule.statements if on_host else rule.joined
+        statements = rule.joined
+        if on_host:
+            statements = rule.on_host(call.extents) if rule.factored else rule.statements
         same: object = None
         # without calls sizes may be traced, which cannot be compared
         if calls is not None and not on_host and len(statements) == 1:
@@ -217,6 +231,11 @@ def gradients(
         if same is not None:
             alike[same] = total
     return to_initial, found
+
+
+def _is_reused(along: Sequence[tuple[str, ...]], extents: Mapping[str, Size]) -> bool:
+    """Whether sums are multiplied often enough to be made."""
+    return all(math.prod(int(extents[v]) for v in vars) >= LEAST_REUSED for vars in along)
 
 
 #: By tensor the rule of its gradient, and the statement that this is.
@@ -280,12 +299,15 @@ def _in_one_graph(
     calls: FoundCalls,
 ) -> dict[Derived, Tensor]:
     """Of the statements of gradients those that a CPU computes together, where it does."""
-    key = "one graph", upstream.dtype, *wanted, *call.dtypes.items()
+    choices: tuple[bool, ...] = ()
+    if "along" in call.rules:  # sizes decide
+        choices = tuple(_is_reused(a, call.extents) for a in call.rules["along"].values())
+    key = "one graph", choices, upstream.dtype, *wanted, *call.dtypes.items()
     every: list[tuple[str, GradientRule, Derived]] | None = call.rules.get(key)
     if every is None:
         rules = [(n, upstream.dtype, call.dtypes.get(n)) for n in wanted]
         found = [(k[0], call.rules.get(k) or _rule(call, values, *k)) for k in rules]
-        every = [(n, rule, one) for n, rule in found for one in rule.statements]
+        every = [(n, rule, one) for n, rule in found for one in rule.on_host(call.extents)]
         every = [(n, rule, one) for n, rule, one in every if not (one.views or one.real)]
         call.rules[key] = every
     known = [calls.get(one) for _, _, one in every]
@@ -362,14 +384,21 @@ def _rule(
     derived = adjoint(call.form.statement, name, frozenset(complexes))
     known = {**dtypes, derived.upstream: upstream, derived.result: upstream}
     source, texts = values[name], derived.statements
+    fewer: tuple[str, ...] = ()
     if {*dtypes.values(), upstream} <= {torch.float32, torch.float64}:  # others sum with less
-        texts = factored(texts)
+        fewer = factored(texts)
+        fewer = fewer if len(fewer) < len(texts) else ()
     made_of = {
         text: _derived(call.form, text, source.dim(), own or source.dtype, known)
-        for text in (*texts, *derived.joined)
+        for text in (*texts, *fewer, *derived.joined)
     }
-    apart, joined = (tuple(made_of[text] for text in some) for some in (texts, derived.joined))
-    made = GradientRule(apart, derived.upstream, derived.result, joined)
+    apart, joined, products = (
+        tuple(made_of[text] for text in some) for some in (texts, derived.joined, fewer)
+    )
+    along = tuple(vars for vars in map(multiplied_along, fewer) if vars is not None)
+    if fewer:
+        call.rules["along"] = {**call.rules.get("along", {}), (name, upstream, own): along}
+    made = GradientRule(apart, derived.upstream, derived.result, joined, products, along)
     call.rules[name, upstream, own] = made
     return made
 
