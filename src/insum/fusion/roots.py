@@ -37,15 +37,15 @@ from insum.lang.expr import (
     Access,
     Expr,
     Number,
-    Product,
     Statement,
+    factors_of,
     index_of,
     product,
+    substitute,
     tensors_of,
     variables,
 )
 from insum.lang.types import Typed, infer
-from insum.plan.substitution import substitute
 
 aten = torch.ops.aten
 #: Elements of messages below which a scatter without atomics saves less time than another call
@@ -467,10 +467,8 @@ def _points(reader: ProductReader) -> int:
 
 def _check_number(statement: Statement) -> None:
     """That the product of all numbers is one that a kernel can write."""
-    value = statement.value
-    factors = value.factors if isinstance(value, Product) else (value,)
     limits = torch.finfo(torch.float32)
-    for one in factors:
+    for one in factors_of(statement.value):
         if (
             isinstance(one, Number)
             and one.value

@@ -15,7 +15,7 @@ from insum.graph.nodes import GraphBuilder, GraphValue
 from insum.graph.value import Evaluator, opposite, positive_first
 from insum.lang.bind import Problem
 from insum.lang.expand import ProductTerm
-from insum.lang.expr import accesses, variables
+from insum.lang.expr import accesses, factors_of, variables
 from insum.lang.types import identity, infer
 
 
@@ -73,9 +73,10 @@ class GraphWriter:
 
     def _opposite(self, term: ProductTerm) -> ProductTerm | None:
         """What a term of floating numbers is the negative of, where it is computed alike."""
-        if not self.evaluator.accumulator.is_floating_point or opposite(term.value) is None:
+        value = opposite(term.value)
+        if value is None or not self.evaluator.accumulator.is_floating_point:
             return None
-        other = ProductTerm(term.factors[1:], term.variables)
+        other = ProductTerm(factors_of(value), term.variables)
         dtypes = {infer(one.value, self.evaluator.types).dtype for one in (term, other)}
         return other if len(dtypes) == 1 else None
 

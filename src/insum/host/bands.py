@@ -16,7 +16,7 @@ from torch import Tensor
 
 from insum.graph.value import meeting_dtype
 from insum.host.arguments import HostCall
-from insum.host.diagonals import MOST_PLACES, Diagonals, diagonals_of
+from insum.host.diagonals import MOST_PLACES, Diagonals, diagonals_of, odd_index
 from insum.host.operations import lower_on_host
 from insum.host.parts import SubProblem
 from insum.host.roles import as_tensor, cast
@@ -162,17 +162,10 @@ def bands_of(problem: Problem) -> Bands | None:
 
 def _bands(problem: Problem, target: Access, factors: Sequence[Access]) -> Iterator[Band]:
     """The only index that is more than a variable, as windows of one of its two variables."""
-    every = ("", target), *((f.tensor, f) for f in factors)
-    odd = [(n, a, d) for n, a in every for d, index in enumerate(a.indices) if index.var is None]
-    if len(odd) != 1:
-        return
-    ((holder, access, dim),) = odd
-    index = access.indices[dim]
-    if len(index.terms) != 2:
-        return
-    for (a, along), (b, across) in (index.terms, index.terms[::-1]):
-        assert isinstance(along, Var) and isinstance(across, Var)
+    every = target, *factors
+    for at, dim, (a, along), (b, across) in odd_index(every):
         if abs(a) == 1:
+            holder, index = every[at].tensor if at else "", every[at].indices[dim]
             width = int(problem.extents[along.name])
             yield Band(holder, dim, along.name, across.name, a, b, index.offset, width)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,6 +35,8 @@ from insum.lang.problem import Kind
 #: How many times more places there may be than one point counts, how many multiplications for each
 #: number that is moved pay for it, and points of a statement that is worth it.
 MOST_PLACES, LEAST_REUSE, LEAST_POINTS = 2.5, 8, 1 << 16
+#: A variable of an index, and by how much it counts.
+VarTerm: TypeAlias = tuple[int, Var]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,20 +140,27 @@ def diagonals_of(problem: Problem) -> Diagonals | None:
 
 def _diagonals(problem: Problem, holders: Sequence[Access]) -> Iterator[_Diagonal]:
     """The only index that is more than a variable, as a diagonal of one of its two variables."""
-    odd = [(h, d) for h in holders for d, index in enumerate(h.indices) if index.var is None]
-    if len(odd) != 1:
-        return
-    ((holder, dim),) = odd
-    index = holder.indices[dim]
-    if len(index.terms) != 2:
-        return
-    for (a, along), (b, across) in (index.terms, index.terms[::-1]):
-        assert isinstance(along, Var) and isinstance(across, Var)
+    for at, dim, (a, along), (b, across) in odd_index(holders):
+        holder = holders[at]
+        index = holder.indices[dim]
         count, by = int(problem.size_of(holder, dim)), a * b
         few = count <= MOST_PLACES * int(problem.extents[along.name])
         if abs(a) == 1 and few and count + by >= 0:
             offset = index.offset if a == 1 else count - 1 - index.offset
             yield _Diagonal(holder, dim, across.name, along.name, by, offset, count, a < 0)
+
+
+def odd_index(holders: Sequence[Access]) -> Iterator[tuple[int, int, VarTerm, VarTerm]]:
+    """The only index that is more than a variable, where it is of two: of which access, along which
+    dimension, and its terms in both orders.
+    """
+    odd = [(k, d) for k, h in enumerate(holders) for d, i in enumerate(h.indices) if i.var is None]
+    terms = holders[odd[0][0]].indices[odd[0][1]].terms if len(odd) == 1 else ()
+    found = [(by, atom) for by, atom in terms if isinstance(atom, Var)]
+    if len(found) == len(terms) == 2:
+        ((at, dim),), (first, second) = odd, found
+        yield at, dim, first, second
+        yield at, dim, second, first
 
 
 def _by_places(

@@ -319,21 +319,24 @@ class _MiddleProduct:
 
     def __call__(self, equation: str, a: Tensor, b: Tensor) -> Tensor:
         x, w = (b, a) if self.swapped else (a, b)
-        rows, columns = w.shape[self.one[0]], x.shape[self.many[2]]
-        if rows < LEAST_SIDE or columns < LEAST_SIDE:
+        if not self.pays(x, w):
             return einsum(equation, a, b).contiguous()
-        count, inner = x.shape[self.many[0]], w.shape[self.one[1]]
-        if count * rows * columns < LEAST_WRITTEN:
-            return einsum(equation, a, b).contiguous()
-        x = x.permute(self.many)
-        # what a product has to read turned, or copied first, has to be less than what is written
-        turned = x.stride(1) == 1
-        if x.stride(2) != 1 and inner * (TURNED if turned else COPIED) > rows:
-            return einsum(equation, a, b).contiguous()
-        if x.stride(2) != 1 and not turned:
+        x, w = x.permute(self.many), w.permute(self.one)
+        if x.stride(1) != 1 and x.stride(2) != 1:
             x = x.contiguous()
-        found = a.new_empty((count, rows, columns))
-        return torch.bmm(w.permute(self.one).expand(count, rows, inner), x, out=found)
+        rows, inner = w.shape
+        found = a.new_empty((len(x), rows, x.shape[2]))
+        return torch.bmm(w.expand(len(x), rows, inner), x, out=found)
+
+    def pays(self, x: Tensor, w: Tensor) -> bool:
+        """Whether products are large enough, and what has to be read turned, or copied first, is
+        less than what is written.
+        """
+        (i, s, k), (n, _) = self.many, self.one
+        rows, columns = w.shape[n], x.shape[k]
+        if rows < LEAST_SIDE or columns < LEAST_SIDE or x.shape[i] * rows * columns < LEAST_WRITTEN:
+            return False
+        return x.stride(k) == 1 or x.shape[s] * (TURNED if x.stride(s) == 1 else COPIED) <= rows
 
 
 @lru_cache(maxsize=MOST_GRAPHS)

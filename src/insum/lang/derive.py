@@ -31,6 +31,7 @@ from insum.lang.expr import (
     Statement,
     Sum,
     accesses,
+    factors_of,
     fresh,
     names_of,
     product,
@@ -111,25 +112,21 @@ def _together(found: list[Statement], meets: Callable[[Expr], bool]) -> list[Sta
 
 def _each_once(found: list[Statement]) -> list[Statement]:
     """Equal statements, as of a square, as one with their number as a factor."""
-    counts = Counter((one.target, frozenset(Counter(_factors(one.value)).items())) for one in found)
-    once = list[Statement]()
-    for one in found:
-        number = counts.pop((one.target, frozenset(Counter(_factors(one.value)).items())), 0)
+    keys = [(one.target, frozenset(Counter(factors_of(one.value)).items())) for one in found]
+    counts, once = Counter(keys), list[Statement]()
+    for one, key in zip(found, keys):
+        number = counts.pop(key, 0)
         if number:
             value = one.value if number == 1 else product([one.value, Number(number)])
             once.append(Statement(one.target, one.operator, value))
     return once
 
 
-def _factors(value: Expr) -> tuple[Expr, ...]:
-    return value.factors if isinstance(value, Product) else (value,)
-
-
 def _value_of_all(values: list[Expr]) -> Expr:
     """The sum as one value, times what is a factor of each."""
     if len(values) == 1:
         return values[0]
-    parts: list[list[Expr]] = [[*_factors(v)] for v in values]
+    parts: list[list[Expr]] = [[*factors_of(v)] for v in values]
     shared = [f for f in parts[0] if all(f in factors for factors in parts)]
     shared = [f for f in dict.fromkeys(shared) if not isinstance(f, Number)]
     for factors in parts:

@@ -9,7 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from insum.errors import StatementError
-from insum.lang.expr import Call, Expr, Number, Product, Statement, Sum, product, variables
+from insum.lang.expr import (
+    Call,
+    Expr,
+    Number,
+    Product,
+    Statement,
+    Sum,
+    factors_of,
+    product,
+    variables,
+)
 
 #: More products than this come from a product of long sums, and would each become work.
 MAX_TERMS = 1024
@@ -88,9 +98,4 @@ def _distribute(choices: list[list[tuple[Expr, ...]]]) -> list[tuple[Expr, ...]]
             # refused by the caller; the products themselves could fill the memory
             return [()] * (MAX_TERMS + 1)
         result = [left + right for left in result for right in options]
-    return [_factors_of(p) for p in result]
-
-
-def _factors_of(factors: tuple[Expr, ...]) -> tuple[Expr, ...]:
-    folded = product(list(factors))
-    return folded.factors if isinstance(folded, Product) else (folded,)
+    return [factors_of(product([*p])) for p in result]

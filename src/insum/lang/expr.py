@@ -10,7 +10,7 @@ Expr        Access | Number | Call | Product | Sum
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -266,7 +266,7 @@ def product(factors: list[Expr], span: Span | None = None) -> Expr:
     coefficient: int | float = 1
     rest: list[Expr] = []
     for factor in factors:
-        for f in factor.factors if isinstance(factor, Product) else (factor,):
+        for f in factors_of(factor):
             if isinstance(f, Number):
                 coefficient = _times(coefficient, f.value)
             else:
@@ -365,6 +365,40 @@ def rewrite(node: Expr, change: Callable[[Access], Expr]) -> Expr:
             return total([rewrite(t, change) for t in terms], span)
         case _:
             return node
+
+
+def factors_of(value: Expr) -> tuple[Expr, ...]:
+    """What a value is the product of: itself where it is none."""
+    return value.factors if isinstance(value, Product) else (value,)
+
+
+def substitute(expr: Expr, change: Mapping[str, Affine]) -> Expr:
+    """Replace index variables by index expressions, at every depth."""
+    match expr:
+        case Access(tensor, indices, span):
+            return Access(tensor, tuple(_substitute_index(i, change) for i in indices), span)
+        case Call(function, args, span):
+            return Call(function, tuple(substitute(a, change) for a in args), span)
+        case Product(factors, span):
+            return Product(tuple(substitute(f, change) for f in factors), span)
+        case Sum(terms, span):
+            return Sum(tuple(substitute(t, change) for t in terms), span)
+        case _:
+            return expr
+
+
+def _substitute_index(index: Affine, change: Mapping[str, Affine]) -> Affine:
+    terms: list[tuple[int, Atom]] = []
+    offset = index.offset
+    for coefficient, atom in index.terms:
+        if isinstance(atom, Var) and atom.name in change:
+            new = change[atom.name]
+            terms += [(coefficient * c, a) for c, a in new.terms]
+            offset += coefficient * new.offset
+        else:
+            inner = substitute(atom, change) if isinstance(atom, Access) else atom
+            terms.append((coefficient, inner))  # type: ignore[arg-type]
+    return affine(terms, offset)
 
 
 def fresh(wanted: str, taken: set[str]) -> str:

@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from insum.lang.expr import (
     Access,
     Call,
     Expr,
     Number,
-    Product,
     Statement,
+    factors_of,
     index_of,
     product,
-    rewrite,
+    substitute,
     total,
     variables,
 )
@@ -31,67 +32,77 @@ from insum.lang.parser import parse
 MOST_SUMMED = 4
 
 
-def multiplied_along(text: str) -> tuple[str, ...] | None:
-    """The variables of such a product that its sum has not got: for each number of the sum there
-    are as many multiplications as these have places. None where it has no sum.
-
-    >>> multiplied_along("dx[b,i] += dy[b] * x[b,j] * whole(A[i,j] + A[j,i])")
-    ('b',)
+@dataclass(frozen=True, slots=True)
+class FactoredSum:
+    """``statements`` that add up to a sum; each sum in one of them is multiplied ``along`` these
+    variables: for each number of it there are as many multiplications as they have places.
     """
-    statement = parse(text)
-    for factor in _factors(statement.value):
-        if isinstance(factor, Call):
-            every = dict.fromkeys((*variables(statement.target), *variables(statement.value)))
-            return tuple(v for v in every if v not in variables(factor))
-    return None
+
+    statements: tuple[str, ...]
+    along: tuple[tuple[str, ...], ...] = ()
 
 
-def factored(texts: Sequence[str]) -> tuple[str, ...]:
-    """Statements that add up to the same as these.
+def factored(texts: Sequence[str]) -> FactoredSum | None:
+    """Fewer statements that add up to the same as these; None where there are none.
 
-    >>> factored(["dx[i] += dy * A[i,j] * x[j]", "dx[j] += dy * x[i] * A[i,j]"])
-    ('dx[i] += dy * x[j] * whole(A[i,j] + A[j,i])',)
+    >>> factored(["dx[b,i] += dy[b] * A[i,j] * x[b,j]", "dx[b,j] += dy[b] * x[b,i] * A[i,j]"])
+    FactoredSum(statements=('dx[b,i] += dy[b] * x[b,j] * whole(A[i,j] + A[j,i])',), along=(('b',),))
     >>> factored(["dX[k,l] += dy * X[m,j]", "dX[m,j] += dy * X[k,l]"])
-    ('dX[k,l] += 2 * dy * X[m,j]',)
+    FactoredSum(statements=('dX[k,l] += 2 * dy * X[m,j]',), along=())
     >>> factored(["dx[i] += dy[i] * a[i]", "dx[i] += dy[i] * b[i]"])
-    ('dx[i] += dy[i] * a[i]', 'dx[i] += dy[i] * b[i]')
     """
     found: list[Statement] = []
+    along: list[tuple[str, ...]] = []
     for one in map(parse, texts):
         for k, before in enumerate(found):
             both = _together(before, one)
             if both is not None:
-                found[k] = both
+                found[k], vars = both
+                along += [vars] if vars is not None else []
                 break
         else:
             found.append(one)
-    return tuple(map(str, found)) if len(found) < len(texts) else tuple(texts)
+    if len(found) == len(texts):
+        return None
+    return FactoredSum(tuple(map(str, found)), tuple(along))
 
 
-def _together(first: Statement, other: Statement) -> Statement | None:
-    """Two statements as one, whatever the variables of the other are called."""
+def _together(
+    first: Statement, other: Statement
+) -> tuple[Statement, tuple[str, ...] | None] | None:
+    """Two statements as one, whatever the variables of the other are called, and those that its sum
+    is multiplied along, where it has one.
+    """
     summed = [_summed(first), _summed(other)]
     if len(summed[0]) != len(summed[1]) or len(summed[0]) > MOST_SUMMED:
         return None
     if not _is_plain(first) or not _is_plain(other) or first.target.tensor != other.target.tensor:
         return None
     kept = dict(zip(variables(other.target), variables(first.target), strict=True))
-    own, written = _factors(first.value), list[list[Expr]]()
+    own, written = factors_of(first.value), list[tuple[Expr, ...]]()
     for order in itertools.permutations(summed[0]):
         names = {**kept, **dict(zip(summed[1], order, strict=True))}
-        written.append(_factors(_renamed(other.value, names)))
+        change = {old: index_of(new) for old, new in names.items()}
+        written.append(factors_of(substitute(other.value, change)))
     if any(Counter(own) == Counter(factors) for factors in written):
-        return Statement(first.target, first.operator, product([*own, Number(2)]))
+        return replace(first, value=product([*own, Number(2)])), None
     if not summed[0]:
         return None
-    values = (_of_both(own, factors, {*summed[0]}) for factors in written)
-    value = next((one for one in values if one is not None), None)
-    return None if value is None else Statement(first.target, first.operator, value)
+    sums = (_of_both(own, factors, {*summed[0]}) for factors in written)
+    found = next((one for one in sums if one is not None), None)
+    if found is None:
+        return None
+    shared, both = found
+    every = (*variables(first.target), *summed[0])
+    along = tuple(v for v in every if v not in variables(both))
+    return replace(first, value=product([*shared, both])), along
 
 
-def _of_both(first: list[Expr], other: list[Expr], summed: set[str]) -> Expr | None:
-    """Where all factors are the same but one, which runs over the same points in both. Those that
-    are the same have to tell that variables of one name have one extent.
+def _of_both(
+    first: Sequence[Expr], other: Sequence[Expr], summed: set[str]
+) -> tuple[list[Expr], Expr] | None:
+    """Where all factors are the same but one, which runs over the same points in both: those, and
+    the sum of these. What is the same has to tell that variables of one name have one extent.
     """
     own = [*(Counter(first) - Counter(other)).elements()]
     others = [*(Counter(other) - Counter(first)).elements()]
@@ -104,29 +115,18 @@ def _of_both(first: list[Expr], other: list[Expr], summed: set[str]) -> Expr | N
     shared.remove(a)
     if not summed <= {v for factor in shared for v in variables(factor)}:
         return None
-    return product([*shared, Call("whole", (total([a, b]),))])
+    return shared, Call("whole", (total([a, b]),))
 
 
 def _is_plain(statement: Statement) -> bool:
     """A product of tensors at variables, added to places that are variables."""
-    every = [statement.target, *(f for f in _factors(statement.value) if isinstance(f, Access))]
-    factors = _factors(statement.value)
+    target, factors = statement.target, factors_of(statement.value)
+    every = [target, *(f for f in factors if isinstance(f, Access))]
     plain = all(index.var is not None for access in every for index in access.indices)
-    alone = len({*variables(statement.target)}) == len(statement.target.indices)
+    alone = len({*variables(target)}) == len(target.indices)
     return plain and alone and all(isinstance(f, Access | Number) for f in factors)
-
-
-def _factors(value: Expr) -> list[Expr]:
-    return [*value.factors] if isinstance(value, Product) else [value]
 
 
 def _summed(statement: Statement) -> list[str]:
     kept = variables(statement.target)
     return [name for name in variables(statement.value) if name not in kept]
-
-
-def _renamed(value: Expr, names: Mapping[str, str]) -> Expr:
-    def change(access: Access) -> Expr:
-        return Access(access.tensor, tuple(index_of(names[str(i.var)]) for i in access.indices))
-
-    return rewrite(value, change)

@@ -237,9 +237,7 @@ class _Recorded(torch.autograd.Function):
             filled = {}
         mode = "new" if initial is None else "from"
         result = running.run(call, mode, values, initial, False, filled)
-        if (
-            result._base is not None
-        ):  # memory of its own, of which autograd lets nobody write a view
+        if result._base is not None:  # autograd lets nobody write to a view of memory of its own
             result = result.data
         held: Any = map(values.get, spec.names) if spec.leaves else tensors
         ctx.initial_shape = None if initial is None else initial.shape

@@ -23,7 +23,7 @@ from insum.call.request import Form
 from insum.lang.bind import Size, Value
 from insum.lang.derive import adjoint, tangent, winners
 from insum.lang.expr import tensors_of, variables
-from insum.lang.factored import factored, multiplied_along
+from insum.lang.factored import FactoredSum, factored
 from insum.lang.measure import SizeKeys
 from insum.lang.parser import parse
 from insum.lang.problem import kind_of
@@ -299,17 +299,17 @@ def _in_one_graph(
     calls: FoundCalls,
 ) -> dict[Derived, Tensor]:
     """Of the statements of gradients those that a CPU computes together, where it does."""
-    choices: tuple[bool, ...] = ()
-    if "along" in call.rules:  # sizes decide
-        choices = tuple(_is_reused(a, call.extents) for a in call.rules["along"].values())
-    key = "one graph", choices, upstream.dtype, *wanted, *call.dtypes.items()
-    every: list[tuple[str, GradientRule, Derived]] | None = call.rules.get(key)
-    if every is None:
-        rules = [(n, upstream.dtype, call.dtypes.get(n)) for n in wanted]
-        found = [(k[0], call.rules.get(k) or _rule(call, values, *k)) for k in rules]
-        every = [(n, rule, one) for n, rule in found for one in rule.on_host(call.extents)]
-        every = [(n, rule, one) for n, rule, one in every if not (one.views or one.real)]
-        call.rules[key] = every
+    key = "one graph", upstream.dtype, *wanted, *call.dtypes.items()
+    rules: list[tuple[str, GradientRule]] | None = call.rules.get(key)
+    if rules is None:
+        keys = [(n, upstream.dtype, call.dtypes.get(n)) for n in wanted]
+        rules = [(k[0], call.rules.get(k) or _rule(call, values, *k)) for k in keys]
+        call.rules[key] = rules
+    every: list[tuple[str, GradientRule, Derived]] = []
+    for name, rule in rules:  # loops: of sizes, which may be others at every call
+        for one in rule.on_host(call.extents) if rule.factored else rule.statements:
+            if not (one.views or one.real):
+                every.append((name, rule, one))
     known = [calls.get(one) for _, _, one in every]
     if len(every) < 2 or not is_one_graph(known):
         return {}
@@ -383,22 +383,18 @@ def _rule(
     complexes = {n for n, d in {**every, target: upstream}.items() if d.is_complex}
     derived = adjoint(call.form.statement, name, frozenset(complexes))
     known = {**dtypes, derived.upstream: upstream, derived.result: upstream}
-    source, texts = values[name], derived.statements
-    fewer: tuple[str, ...] = ()
+    source, fewer = values[name], None
     if {*dtypes.values(), upstream} <= {torch.float32, torch.float64}:  # others sum with less
-        fewer = factored(texts)
-        fewer = fewer if len(fewer) < len(texts) else ()
+        fewer = factored(derived.statements)
+    fewer = fewer or FactoredSum(())
+    groups = derived.statements, derived.joined, fewer.statements
     made_of = {
         text: _derived(call.form, text, source.dim(), own or source.dtype, known)
-        for text in (*texts, *fewer, *derived.joined)
+        for group in groups
+        for text in group
     }
-    apart, joined, products = (
-        tuple(made_of[text] for text in some) for some in (texts, derived.joined, fewer)
-    )
-    along = tuple(vars for vars in map(multiplied_along, fewer) if vars is not None)
-    if fewer:
-        call.rules["along"] = {**call.rules.get("along", {}), (name, upstream, own): along}
-    made = GradientRule(apart, derived.upstream, derived.result, joined, products, along)
+    apart, joined, products = (tuple(made_of[text] for text in group) for group in groups)
+    made = GradientRule(apart, derived.upstream, derived.result, joined, products, fewer.along)
     call.rules[name, upstream, own] = made
     return made
 

@@ -16,9 +16,9 @@ from insum.lang.expr import (
     accesses,
     index_of,
     names_of,
+    substitute,
     variables,
 )
-from insum.plan.substitution import substitute
 
 
 def sharing(statements: Mapping[str, Statement]) -> tuple[str, ...]:

@@ -13,13 +13,23 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from insum.lang.expr import Access, Affine, Expr, Number, Var, accesses, index_of, variables
+from insum.lang.expr import (
+    Access,
+    Affine,
+    Expr,
+    Number,
+    Var,
+    accesses,
+    index_of,
+    substitute,
+    variables,
+)
 from insum.plan.draft import Planned
 from insum.plan.joining import union_of
 from insum.plan.plan import Beside, Pattern, PatternPoint, Plan
 from insum.plan.recipes import Composed, Segments, Sorted
 from insum.plan.sizes import OUT, WIDE_LOAD, beside
-from insum.plan.substitution import replace_atom, substitute
+from insum.plan.substitution import replace_atom
 from insum.plan.tiling import BYTES
 
 #: Tiles that a kernel holds all along, of two elements for each thread: beyond it registers are

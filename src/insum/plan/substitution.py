@@ -4,13 +4,11 @@ replaced by output rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from insum.lang.expr import (
     Access,
     Affine,
-    Atom,
     Call,
     Expr,
     Product,
@@ -23,35 +21,6 @@ from insum.lang.expr import (
     rewrite,
     variables,
 )
-
-
-def substitute(expr: Expr, change: Mapping[str, Affine]) -> Expr:
-    """Replace index variables by index expressions, at every depth."""
-    match expr:
-        case Access(tensor, indices, span):
-            return Access(tensor, tuple(_substitute_index(i, change) for i in indices), span)
-        case Call(function, args, span):
-            return Call(function, tuple(substitute(a, change) for a in args), span)
-        case Product(factors, span):
-            return Product(tuple(substitute(f, change) for f in factors), span)
-        case Sum(terms, span):
-            return Sum(tuple(substitute(t, change) for t in terms), span)
-        case _:
-            return expr
-
-
-def _substitute_index(index: Affine, change: Mapping[str, Affine]) -> Affine:
-    terms: list[tuple[int, Atom]] = []
-    offset = index.offset
-    for coefficient, atom in index.terms:
-        if isinstance(atom, Var) and atom.name in change:
-            new = change[atom.name]
-            terms += [(coefficient * c, a) for c, a in new.terms]
-            offset += coefficient * new.offset
-        else:
-            inner = substitute(atom, change) if isinstance(atom, Access) else atom
-            terms.append((coefficient, inner))  # type: ignore[arg-type]
-    return affine(terms, offset)
 
 
 def replace_atom(expr: Expr, old: Access, new: Var | Access) -> Expr:

@@ -24,12 +24,12 @@ from insum.lang.expr import (
     affine,
     fresh,
     index_of,
+    substitute,
     variables,
 )
 from insum.plan.plan import Bound
 from insum.plan.recipes import CeilDivided, OfExtent, OfShape, SizeExpr
 from insum.plan.sizes import power_of_two
-from insum.plan.substitution import substitute
 
 #: A dimension has at most so many times the places that windows begin at: what is walked in vain is
 #: less than what is not.

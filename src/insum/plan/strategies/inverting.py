@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from insum.lang.expr import Access, Affine, Var, index_of, variables
+from insum.lang.expr import Access, Affine, Var, index_of, substitute, variables
 from insum.plan.draft import Draft, Planned, Subject, finish
 from insum.plan.questions import AskSummary
 from insum.plan.recipes import INVERT_UP_TO, Inverse, OfShape
 from insum.plan.strategies.packing import packed
 from insum.plan.strategies.sorting import tiles_scatter
-from insum.plan.substitution import Scatter, substitute
+from insum.plan.substitution import Scatter
 
 
 def inverse(subject: Subject, draft: Draft, scatter: Scatter) -> Planned | None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from insum.lang.expr import Access, Affine, Var, accesses, index_of, variables
+from insum.lang.expr import Access, Affine, Var, accesses, index_of, substitute, variables
 from insum.plan.draft import SMALL_BYTES, Draft, Subject, roles_of
 from insum.plan.questions import AskSummary
 from insum.plan.recipes import (
@@ -29,7 +29,6 @@ from insum.plan.recipes import (
     Walk,
 )
 from insum.plan.roles import Contraction
-from insum.plan.substitution import substitute
 
 #: Rows of one tile, and how many rows a table has at least that is worth an order.
 TILE = 128

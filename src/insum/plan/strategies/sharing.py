@@ -13,11 +13,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from insum.lang.expr import Access, Affine, accesses, index_of, variables
+from insum.lang.expr import Access, Affine, accesses, index_of, substitute, variables
 from insum.plan.draft import Draft, Planned, Subject, finish, roles_of
 from insum.plan.recipes import OfCount, OfLength, OfShape, SharedTiles
 from insum.plan.sizes import power_of_two
-from insum.plan.substitution import Scatter, replace_atom, scatter_of, substitute
+from insum.plan.substitution import Scatter, replace_atom, scatter_of
 from insum.plan.tiling import ENOUGH_PROGRAMS, LARGE_TILE
 
 #: Entries of one tile, at least and at most.

@@ -7,11 +7,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from insum.lang.expr import Access, Affine, accesses, index_of, variables
+from insum.lang.expr import Access, Affine, accesses, index_of, substitute, variables
 from insum.plan.draft import Draft, Planned, Subject, finish, roles_of
 from insum.plan.recipes import Composed, OfExtent, OfShape, Position, Sorted
 from insum.plan.strategies.segmenting import at_home, fits, merge, merged, to_rows
-from insum.plan.substitution import Scatter, replace_atom, substitute
+from insum.plan.substitution import Scatter, replace_atom
 
 #: All tensors together are this many times a sorted copy of one index tensor, if it is made. Read
 #: through the order, each index fetches a sector of memory for itself: as much as a narrow row.
