@@ -552,7 +552,7 @@ def test_rows_of_numbers_that_are_cut(text: str, count: int, dtype: torch.dtype)
 
 def test_what_would_spill_gets_more_warps() -> None:
     """A product of which one side is computed: 640 bytes of each thread once waited in memory."""
-    shapes = {"x": (2438, 32), "W": (40, 32, 82), "z": (2438, 82)}
+    shapes = {"x": (24380, 32), "W": (40, 32, 82), "z": (24380, 82)}
     values = {n: torch.empty(shape) for n, shape in shapes.items()}
     problem = request_of("y[b,o] = x[b,i] * W[o,i,j] * z[b,j]", None, None, ()).bind(values)
     (one,) = launches(inspection.elsewhere(problem, values))

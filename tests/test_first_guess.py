@@ -340,3 +340,82 @@ def test_products_of_odd_width_have_few_idle_columns() -> None:
     even = {**values, "W": drawn(9, 131, 136)}
     (other,) = chosen("y[q,o] = x[t[q,k],c] * W[k,c,o]", **even)
     assert odd.n == 64 and other.n == 128
+
+
+@pytest.mark.parametrize("width", [16, 32])
+def test_of_narrow_rows_that_are_computed_few_entries_are_read_at_once(width: int) -> None:
+    """However often a row stands in the function of it."""
+    rows, edges = 5000, 60_000
+    values = {n: drawn(rows, width) for n in ("a", "b", "g")}
+    values |= {n: drawn(edges, below=rows) for n in ("i", "j")}
+    gate = "sigmoid(a[i[p],c] + b[j[p],c])"
+    for value in (f"g[i[p],c] * {gate}", f"g[i[p],c] * {gate} * (1 - {gate})"):
+        _, choice = guessed(f"d[j[p],c] = {value}", rows=rows, **values)
+        assert (choice[0].m, choice[0].k, choice[0].warps) == (4, 4, 1)
+
+
+@pytest.mark.parametrize(("rows", "n", "k"), [(500, 1, 1024), (4000, 2, 512), (60_000, 16, 128)])
+def test_few_rows_that_are_summed_have_a_tile_each(rows: int, n: int, k: int) -> None:
+    _, (one,) = guessed("s[b] = exp(x[b,f] - m[b])", x=drawn(rows, 1500), m=drawn(rows))
+    assert (one.n, one.k) == (n, k)
+
+
+def test_rows_of_a_few_numbers_are_read_together() -> None:
+    """Of 16 384 rotations, each of 15 vectors."""
+    values = {"R": drawn(16_384, 3, 3), "x": drawn(16_384, 15, 3)}
+    plan, (one,) = guessed("y[n,c,i] = R[n,i,j] * x[n,c,j]", **values)
+    assert plan.roles.m == ("c",) and one.m == 16
+
+
+def test_distances_of_few_points_are_small_tiles() -> None:
+    for points, n, warps in ((512, 32, 1), (4096, 128, 4)):
+        values = {"X": drawn(points, 80), "Y": drawn(points, 80)}
+        _, (one,) = guessed("D[i,j] = abs(X[i,c] - Y[j,c])", **values)
+        assert (one.n, one.warps) == (n, warps)
+
+
+def test_products_that_are_multiplied_once_more_are_cut() -> None:
+    values = {"x": drawn(1024, 32), "W": drawn(88, 32, 32), "z": drawn(1024, 32)}
+    _, (one,) = guessed("y[b,o] = x[b,i] * W[o,i,j] * z[b,j]", **values)
+    assert (one.m, one.n, one.warps, one.split) == (64, 16, 2, 4)
+
+
+def test_rows_of_windows_are_one_tile() -> None:
+    """Channels apart."""
+    values = {"x": drawn(16, 112, 106, 106), "k": drawn(112, 3, 3)}
+    statement = "y[b,c,h,w] = x[b,c,h+i,w+j] * k[c,i,j]"
+    look = inspection.elsewhere(bound(statement, values, {2: 104, 3: 104}), values)
+    (planned,) = look.planned()
+    (one,) = first_choice(planned, look.wishes)
+    assert (one.m, one.n, one.warps) == (4, 128, 1)
+
+
+def test_an_entry_of_an_odd_width_is_one_step() -> None:
+    """Of 123 columns, none of which a wide load reads: steps that end inside of entries took four
+    times as long.
+    """
+    entries = {n: drawn(512, below=64).sort().values for n in ("r", "c")}
+    values = {"P": drawn(512, 123, 123), "V": drawn(64, 123, 54)}
+    values |= {n: insum.unchanging(v) for n, v in entries.items()}
+    _, (one,) = guessed("O[r[b],q,d] = P[b,q,k] * V[c[b],k,d]", rows=64, **values)
+    assert (one.m, one.k, one.warps) == (64, 128, 8)
+
+
+STORED = {
+    "an index each": ("y[b,k] = x[b,t[b,k]]", {"x": (9000, 700), "t": (9000, 336)}, 4),
+    "an index for many": ("y[b,k] = x[b,t[k]]", {"x": (9000, 700), "t": (336,)}, 16),
+    "rows": ("y[p,f] = x[t[p],f]", {"x": (9000, 75), "t": (60_000,)}, 16),
+    "pairs": ("y[i,j,f] = x[i,f] * z[j,f]", {"x": (465, 40), "z": (600, 40)}, 16),
+    "all of a matrix": ("y[i,j] = x[i,j] * z[j]", {"x": (9000, 1435), "z": (1435,)}, 8),
+}
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_how_many_places_a_thread_writes(name: str) -> None:
+    statement, shapes, places = STORED[name]
+    single = torch.float32
+    values = {
+        n: drawn(*s, below=300) if n == "t" else drawn(*s, dtype=single) for n, s in shapes.items()
+    }
+    _, (one,) = guessed(statement, **values)
+    assert one.m * one.n // (32 * one.warps) == places

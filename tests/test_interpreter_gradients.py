@@ -4,11 +4,14 @@ those that are equal for several tensors are computed once.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 import insum
+from insum.call import running
 from insum.lang.derive import adjoint
 from kernels import error, watch_programs
 
@@ -58,6 +61,42 @@ def test_alike_but_of_other_sizes() -> None:
         assert error(dx, want) <= 1e-5
         assert error(dz[:5], want) <= (1e-5 if z.dtype == torch.float32 else 2e-3)
         assert not dz[5:].any()
+
+
+TURNED = "y[t,h,f] = x[t,h,f] * C[t,f] + x[t,h,p[f]] * S[t,f]"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_kernels_add_to_what_is_there(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a gradient is several statements, the second reads the result of the first."""
+    draw = torch.Generator().manual_seed(0)
+    leaves = [
+        torch.randn(s, generator=draw).to(dtype).requires_grad_()
+        for s in ((5, 3, 8), (5, 8), (5, 8))
+    ]
+    p = (torch.arange(8) + 4) % 8
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    upstream = torch.randn(5, 3, 8, generator=draw).to(dtype)
+    x, C, S = wide
+    want = torch.autograd.grad(x * C[:, None] + x[:, :, p] * S[:, None], wide, upstream.double())
+    modes: list[str] = []
+    run = running.run
+
+    def watched(call: Any, mode: str, *given: Any) -> Tensor:
+        modes.append(mode)
+        return run(call, mode, *given)
+
+    for turn in range(4):
+        y = insum.insum(TURNED, x=leaves[0], C=leaves[1], S=leaves[2], p=p)
+        monkeypatch.setattr(running, "run", watched)
+        found = torch.autograd.grad(y, leaves, upstream, retain_graph=True)
+        monkeypatch.setattr(running, "run", run)
+        for one, other in zip(found, want, strict=True):
+            assert one.dtype == dtype and error(one, other) <= 2e-3, turn
+        assert modes.count("from") == turn + 1  # of x; C and S stand in one product each
+    kept = found[0].clone()
+    torch.autograd.grad(y, leaves, upstream)
+    assert torch.equal(found[0], kept)
 
 
 def test_statements_of_one_tensor_are_joined() -> None:

@@ -156,6 +156,33 @@ def test_scatters(name: str, deterministic: bool, monkeypatch: pytest.MonkeyPatc
     assert all(strategy_of(program) == ("atomic" if far else "store") for program in programs)
 
 
+APART = {
+    "a band": ("y[i,i+j,k] = x[i,j,k]", (5, 9, 3)),
+    "its other end": ("y[i,2*j-i+4,k] = x[i,j,k] * w[j]", (5, 13, 3)),
+    "sums": ("y[j-i+4,i] += x[i,j,k] * w[j]", (9, 5)),
+}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", APART)
+def test_places_that_tell_their_point_are_stored(name: str, deterministic: bool) -> None:
+    """One dimension tells ``i``, and another with it ``j``: no two points meet."""
+    text, shape = APART[name]
+    values = drawn({"x": (5, 5, 3), "w": (5,), "y": shape}, torch.float32)
+    read = text if "+=" in text else text.partition("=")[2]
+    used = {n: v for n, v in values.items() if f"{n}[" in read}
+    sizes = {} if "y" in used else dict(enumerate(shape))
+    want = oracle(text, used, sizes=sizes)
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        with insum.settings(**ONLY_FUSED):
+            got = insum.insum(text, sizes=sizes, **{n: v.clone() for n, v in used.items()})
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert error(got, torch.as_tensor(want)) <= 1e-5
+    assert plan_of(text, sizes, **used).strategy == "store"
+
+
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_an_absent_point_meets_no_infinity() -> None:
     """Where factors are multiplied one by one, as on every other path."""

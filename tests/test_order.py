@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -28,9 +29,10 @@ from insum.lang.expr import accesses, tensors_of, variables
 from insum.lang.parser import parse
 from insum.ops import eager
 from insum.plan import order, steps
-from insum.plan.library import is_matrix_product
+from insum.plan.library import is_batch_left_to_library, is_matrix_product
 from insum.plan.order import Path
 from insum.plan.path import operands_of
+from insum.plan.reversed_path import reversed_path
 from insum.testing import Case, assert_close, draw_cases, oracle
 from insum.testing.as_on_a_gpu import pretended
 from kernels import ONLY_FUSED, bound
@@ -527,6 +529,134 @@ def test_numbers_are_gathered_apart_from_a_product_that_is_scaled(dtype: torch.d
         "c_s_1[i,o] = c_s[q[i,o],o]",
         "Y[b,o] = X[b,i] * c_s_1[i,o]",
     ]
+
+
+def test_tiny_matrices_are_not_left_to_a_library() -> None:
+    """Of which it takes some nanoseconds each."""
+    for side, left in ((3, False), (64, True)):
+        shapes = {"A": (4096, side, side), "B": (4096, side, side)}
+        problem = bound("Y[n,i,k] = A[n,i,j] * B[n,j,k]", described(shapes))
+        problem = replace(problem, device=torch.device("cuda"))
+        sizes = {"n": 4096, "i": side, "j": side, "k": side}
+        assert is_batch_left_to_library(problem, sizes, accumulates=False) == left
+
+
+DIAGONALS = {
+    "S[h,i,j] = Q[h,i,f] * R[j-i+END,f]": [
+        "Q_R[h,i,r0] = Q[h,i,f] * R[r0,f]",
+        "S[h,i,j] = Q_R[h,i,j - i + END]",
+    ],
+    "D[h,i,f] = S[h,i,j] * R[j-i+END,f]": [
+        "S_1[h,i,j - i + END] = S[h,i,j]",
+        "D[h,i,f] = S_1[h,i,r0] * R[r0,f]",
+    ],
+    "D[j-i+END,f] = S[h,i,j] * Q[h,i,f]": [
+        "S_1[h,i,j - i + END] = S[h,i,j]",
+        "D[d0,f] = S_1[h,i,d0] * Q[h,i,f]",
+    ],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("statement", DIAGONALS)
+def test_places_along_a_diagonal_are_a_variable_of_a_product(
+    statement: str, dtype: torch.dtype
+) -> None:
+    """On a GPU, where that is worth another call: no matrix units could multiply it otherwise."""
+    for side, want in ((1024, DIAGONALS[statement]), (64, [])):
+        text, value = statement.replace("END", str(side - 1)), statement.split("=")[1]
+        shapes = {"Q": (8, side, 64), "R": (2 * side - 1, 64), "S": (8, side, side)}
+        used = {name: size for name, size in shapes.items() if f"{name}[" in value}
+        values = {name: found.to(dtype) for name, found in described(used).items()}
+        (shape,) = (size for name, size in shapes.items() if name not in used)
+        request = request_of(text, shape, None, ())
+        problem = replace(request.bind(values), device=torch.device("cuda"))
+        stages = stages_of(problem, request.form)
+        assert texts(stages) == [one.replace("END", str(side - 1)) for one in want]
+        if want and "S_1" in want[0]:  # nothing is added up in what is moved
+            assert stages[0].form.dtype == dtype
+
+
+def test_drawn_products_along_diagonals() -> None:
+    """By the paths that a GPU takes, and at once."""
+    draw = random.Random(0)
+    for _ in range(40):
+        h, i, j, f = (draw.randint(1, 6) for _ in range(4))
+        a, b = draw.choice((1, -1)), draw.choice((1, -1))
+        ends = [sum(pair) for pair in itertools.product((0, a * (i - 1)), (0, b * (j - 1)))]
+        before, behind = draw.randint(0, 2), draw.randint(0, 2)
+        rows = max(ends) - min(ends) + 1 + before + behind
+        place = f"{'-' if a < 0 else ''}i{'-' if b < 0 else '+'}j+{before - min(ends)}"
+        values = {"T": (h, i, j), "Q": (h, i, f), "R": (rows, f)}
+        given = {n: torch.randn(s, dtype=torch.float64) for n, s in values.items()}
+        for text, shape, path in (
+            (f"S[h,i,j] = Q[h,i,f] * R[{place},f]", (h, i, j), [(0, 1), (0,)]),
+            (f"S[h,i,f] = T[h,i,j] * R[{place},f]", (h, i, f), [(0,), (0, 1)]),
+            (f"S[{place},f] = T[h,i,j] * Q[h,i,f]", (rows, f), [(0,), (0, 1)]),
+        ):
+            used = {n: v for n, v in given.items() if f"{n}[" in text}
+            one, other = (
+                insum.insum(text, out_shape=shape, optimize=wish, **used) for wish in (path, False)
+            )
+            torch.testing.assert_close(one, other)
+
+
+EDGES = {"x": (40_000, 128), "z": (40_000, 128), "s": (300_000,), "t": (300_000,)}
+
+
+@pytest.mark.parametrize(("columns", "count"), [(200, 2), (64, 0)])
+def test_what_is_computed_of_rows_is_computed_once(columns: int, count: int) -> None:
+    """Before a product of more columns than a tile has."""
+    values = described({**EDGES, "W": (128, columns)}, "s t")
+    given = {n: v.half() if v.is_floating_point() else v for n, v in values.items()}
+    request = request_of("y[e,o] = relu(x[s[e],c] + z[t[e],c]) * W[c,o]", None, None, ())
+    problem = replace(request.bind(given), device=torch.device("cuda"))
+    stages = stages_of(problem, request.form)
+    assert len(stages) == count
+    if stages:
+        assert texts(stages)[0] == "x_z[e,c] = relu(x[s[e],c] + z[t[e],c])"
+        assert stages[0].form.dtype == torch.float16  # rounded as by PyTorch; nothing is added up
+
+
+def test_gradients_go_the_way_of_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each buffer of it, and each that comes back, is filled once for all of them."""
+    filled = _watch_fills(monkeypatch)
+    monkeypatch.setattr("insum.call.prepared._forms", {})
+    monkeypatch.setattr("insum.call.lookup._fronts", {})
+    draw = torch.Generator().manual_seed(0)
+    shapes = {"x": (300, 23), "W": (16, 23, 21), "z": (300, 21)}
+    leaves = [
+        torch.randn(s, generator=draw, dtype=torch.float64).requires_grad_()
+        for s in shapes.values()
+    ]
+    given = dict(zip(shapes, leaves, strict=True))
+    statement = "y[b,o] = x[b,i] * W[o,i,j] * z[b,j]"
+    found = insum.insum(statement, optimize=[(0, 2), (0, 1)], **given)
+    assert filled == ["x_z[b,i,j] = x[b,i] * z[b,j]"]
+    filled.clear()
+    monkeypatch.setattr("insum.call.stages.NEARLY", math.inf)
+    gradients = torch.autograd.grad(found.square().sum(), leaves)
+    back, forward = "dy_W[b,i,j] = dy[b,o] * W[o,i,j]", "x_z[b,i,j] = x[b,i] * z[b,j]"
+    assert sorted(filled) == [back, forward]
+    want = torch.einsum("bi,oij,bj->bo", *leaves)
+    for one, other in zip(gradients, torch.autograd.grad(want.square().sum(), leaves), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(
+    ("factors", "others"),
+    [
+        (["x", "x", "z"], ["dy", "x", "z"]),  # which of both is meant?
+        (["x", "W", "z"], ["dy", "W", "z", "sign(x)"]),
+        (["x", "W", "z"], ["x", "W", "z"]),
+    ],
+)
+def test_paths_that_are_not_reversed(factors: list[str], others: list[str]) -> None:
+    assert reversed_path(((0, 1), (0, 1)), factors, others) is None
+
+
+def test_a_path_that_gathers_is_not_reversed() -> None:
+    assert reversed_path(((0, 1), (0,)), ["x", "W"], ["dy", "W"]) is None
 
 
 def test_a_pattern_is_no_code_book() -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import insum
 from insum.call import prepared as calls
 from insum.call.request import request_of
+from insum.codegen.arguments import reciprocal_of
 from insum.lang.measure import measure_of
 from insum.plan.sizes import (
     FEW,
@@ -40,6 +41,23 @@ extents = st.integers(0, 100_000) | st.integers(0, 300) | st.integers(0, 2**40)
 
 
 # --- extents --------------------------------------------------------------------------------------
+
+
+@QUICK
+@given(st.integers(1, 2**31 - 1) | st.integers(1, 300), st.integers(0, 2**31 - 1), st.integers())
+@example(1, 2**31 - 1, 0)
+@example(2**31 - 1, 2**31 - 1, 0)
+def test_what_kernels_divide_with(size: int, number: int, near: int) -> None:
+    """At any number, and where the quotient changes."""
+    reciprocal = reciprocal_of(size)
+    factor, shift = reciprocal % 2**32, reciprocal >> 32
+    times = near % (2**31 // size + 1) * size
+    for one in (number, times - 1, times, times + 1):
+        if 0 <= one < 2**31:
+            high = one * factor >> 32
+            assert high + one < 2**32  # what the kernel adds in 32 bits
+            assert (high + one) >> shift == one // size
+    assert reciprocal < 2**63
 
 
 @QUICK

@@ -24,7 +24,15 @@ from torch import Tensor
 from insum.bounded import keep
 from insum.call.filled import FilledBuffer, FilledBuffers
 from insum.call.request import Form, Request, head
-from insum.call.stages import Stage, is_copyable, is_orderable, layouts_of, size_key, stages_of
+from insum.call.stages import (
+    Stage,
+    along_path,
+    is_copyable,
+    is_orderable,
+    layouts_of,
+    size_key,
+    stages_of,
+)
 from insum.compat.calls import modes_now
 from insum.compat.tensors import kinds_guard
 from insum.lang.bind import Problem, Value
@@ -32,6 +40,7 @@ from insum.lang.expr import Access, accesses, tensors_of
 from insum.lang.measure import Measure, measure_of
 from insum.lang.problem import resized
 from insum.plan.library import is_left_to_library, may_be_left_to_library
+from insum.plan.order import Path
 from insum.plan.path import is_path
 from insum.plan.uses import Use, uses_of
 from insum.runtime.check import in_range, live_uses, ranges_of, verify
@@ -199,6 +208,8 @@ class PreparedCall:
     )
     bound: dict[object, BoundCall] = field(default_factory=dict)
     orders: dict[object, tuple[Stage, ...]] = field(default_factory=dict)
+    #: Of gradients, paths along that of the product, by that and by sizes.
+    paths: dict[object, Path] = field(default_factory=dict)
     #: What `insum.ops.gradients` has derived for the gradients of this kind of call.
     adjoints: dict[object, Any] = field(default_factory=dict)
     #: Those of its statements whose buffers its backward passes have filled again.
@@ -294,6 +305,19 @@ class PreparedCall:
         problem = call.problem(values)
         return tuple(BoundStage(kinds_of(s.form), s, s.size_values(problem)) for s in found)
 
+    def path_along(
+        self, call: BoundCall, values: Mapping[str, Value], path: Path, factors: tuple[str, ...]
+    ) -> Path:
+        """The ``path`` of a product of ``factors`` as that of a gradient of it, which this is,
+        where that is a good one; the same for all sizes of a class.
+        """
+        key = path, factors, *size_key((*call.spans, *call.shape))
+        found = self.paths.get(key)
+        if found is None:
+            found = along_path(call.problem(values), self.form, path, factors)
+            keep(self.paths, key, found, MOST_ORDERS)
+        return found
+
     def remember(self, call: BoundCall, sizes: tuple[int, ...], given: tuple[Any, ...]) -> None:
         """From now on calls like this one are recognised by one comparison."""
         guard = kinds_guard(given, exact=True)
@@ -314,7 +338,7 @@ class BoundCall:
     """A call of certain sizes and strides."""
 
     __slots__ = (
-        *("_problem", "_staged", "_uses", "based", "checked", "count", "derived", "extents"),
+        *("_problem", "ordered", "_uses", "based", "checked", "count", "derived", "extents"),
         *("forward", "fused", "graphs", "joints", "little", "lowerings", "prepared", "ranges"),
         *("recorded", "shape", "sizes", "spans", "waits"),
     )
@@ -342,7 +366,7 @@ class BoundCall:
         self._uses: tuple[Use, ...] | None = None
         #: Of the indexed dimensions that have a point, the least and the largest value.
         self.ranges: tuple[tuple[str, int, int], ...] = ()
-        self._staged: dict[bool, tuple[BoundStage, ...]] = {}
+        self.ordered: dict[bool, tuple[BoundStage, ...]] = {}
         self.fused: FusedCall | None = (
             prepared.fused_call(spans, shape, extents) if prepared.is_fused else None
         )
@@ -431,9 +455,9 @@ class BoundCall:
 
     def staged(self, values: Mapping[str, Value], *, in_place: bool) -> tuple[BoundStage, ...]:
         """The statements that this call is made of, with their sizes; none where it is one."""
-        found = self._staged.get(in_place)
+        found = self.ordered.get(in_place)
         if found is None:
-            found = self._staged[in_place] = self.prepared.stages(self, values, in_place=in_place)
+            found = self.ordered[in_place] = self.prepared.stages(self, values, in_place=in_place)
         return found
 
 

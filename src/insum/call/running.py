@@ -17,7 +17,7 @@ from insum.lang.bind import Value
 from insum.plan.sizes import BASE
 
 #: Bytes of buffers that are kept for the next of these statements.
-MOST_FILLED = 1 << 26
+MOST_FILLED = 1 << 28
 
 
 def run(

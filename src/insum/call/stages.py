@@ -39,14 +39,18 @@ from insum.lang.types import Typed, accumulator, infer, is_rounded, promoted
 from insum.plan.library import HALVES
 from insum.plan.order import CannotOrder, Ordered, Path, is_worth_an_order, ordered
 from insum.plan.path import NEVER, is_path, operands_of, wish_of
+from insum.plan.reversed_path import reversed_path
 from insum.plan.sizes import MemoryLayout, layout_of, typical
 from insum.plan.steps import Place, Step, Term
+from insum.plan.substitution import determined
 from insum.runtime.classify import example
 
 #: Statements of more products than this run as they are.
 MOST_TERMS = 16
 #: Up to so many places a side of a factor is short.
 SHORT_SIDE = 512
+#: How much more an order may cost whose buffers other statements have as well.
+NEARLY = 1.25
 #: Dtypes that matrix units multiply.
 _MULTIPLIED = (torch.float16, torch.bfloat16, torch.float32)
 #: How every tensor of a call lies in memory, by name.
@@ -175,6 +179,25 @@ def stages_of(
     return _StageWriter(problem, form).written(paths)
 
 
+def along_path(problem: Problem, form: Form, path: Path, factors: tuple[str, ...]) -> Path:
+    """The path by which a gradient is computed of buffers that gradients by other ``factors`` have,
+    too, where that takes about as long as the best one: the ``path`` of the product, reversed.
+    """
+    if len(problem.terms) != 1 or not is_orderable(problem, form):
+        return ()
+    (term,) = problem.terms
+    found = reversed_path(path, factors, tuple(map(str, operands_of(term))))
+    if found is None:
+        return ()
+    try:
+        along = _Chosen(problem, True, ()).path(term, found)
+    except UnsupportedError:
+        return ()
+    best = _Chosen(problem, True, ()).path(term, "auto")
+    near = along is not None and best is not None and along.cost <= NEARLY * best.cost
+    return found if near else ()
+
+
 class _Chosen:
     """Decides on terms, one after the other, so that their names do not meet."""
 
@@ -246,12 +269,6 @@ def _typical(shape: tuple[Size, ...]) -> tuple[int, ...]:
     return tuple(typical(example(size)) for size in shape)
 
 
-def _is_copy(target: Access, value: Access) -> bool:
-    """Whether numbers are moved, and none added up."""
-    plain = all(index.var is not None for index in target.indices)
-    return plain and {*variables(target)} == {*variables(value)}
-
-
 def _has_call(factor: Expr) -> bool:
     return not isinstance(factor, Access)
 
@@ -298,9 +315,10 @@ class _StageWriter:
 
     def filling(self, step: Step, dtype: torch.dtype, places: Mapping[str, Place]) -> Stage:
         value = product(list(step.factors))
-        if isinstance(value, Access) and _is_copy(step.target, value):
+        adds = not {*variables(value)} <= determined(step.target.indices)
+        if isinstance(value, Access) and not adds:
             dtype = self.types[value.tensor].dtype
-        elif len(step.factors) == 1 or self.wide & {a.tensor for a in accesses(value)}:
+        elif len(step.factors) == 1 and adds or self.wide & {a.tensor for a in accesses(value)}:
             # a sum may be too large for half precision where that of the products is not
             dtype = accumulator(dtype)
             self.wide.add(step.target.tensor)

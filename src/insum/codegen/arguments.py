@@ -76,6 +76,17 @@ class ExtentArgument:
 
 
 @dataclass(frozen=True, slots=True)
+class Reciprocal:
+    """What numbers below 2**31 are divided by the extent of a variable with (`reciprocal_of`)."""
+
+    var: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.var}_reciprocal"
+
+
+@dataclass(frozen=True, slots=True)
 class Length:
     """The length of a dimension that is indexed through tensors."""
 
@@ -112,7 +123,19 @@ class Count:
         return self.what
 
 
-Argument: TypeAlias = Pointer | Stride | ExtentArgument | Length | Passed | Count
+Argument: TypeAlias = Pointer | Stride | ExtentArgument | Reciprocal | Length | Passed | Count
+
+
+def reciprocal_of(size: int) -> int:
+    """A factor of 32 bits, and above it how far to shift: of ``n * factor >> 32`` and ``n`` the
+    sum, shifted, is ``n // size``, for a ``size`` and an ``n`` below 2**31.
+
+    >>> factor, shift = reciprocal_of(63) % 2**32, reciprocal_of(63) >> 32
+    >>> [(n * factor >> 32) + n >> shift for n in (0, 62, 63, 6300)]
+    [0, 0, 1, 100]
+    """
+    shift = max(0, size - 1).bit_length()
+    return (shift << 32) + ((1 << 32) * ((1 << shift) - size)) // max(1, size) + 1
 
 
 def annotation(argument: Argument, *, wide: bool) -> str:
@@ -122,5 +145,7 @@ def annotation(argument: Argument, *, wide: bool) -> str:
             return ""
         case Passed(_, type):
             return type
+        case Reciprocal():
+            return "i64"
         case _:
             return "i64" if wide else "i32"

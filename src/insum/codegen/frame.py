@@ -23,6 +23,7 @@ from insum.codegen.arguments import (
     Count,
     ExtentArgument,
     Pointer,
+    Reciprocal,
 )
 from insum.codegen.ir import (
     Assignment,
@@ -30,6 +31,7 @@ from insum.codegen.ir import (
     KernelLine,
     Literal,
     Named,
+    Operation,
     Spread,
     Tile,
     TileAxes,
@@ -47,13 +49,14 @@ from insum.codegen.passes import STEP
 from insum.lang.expr import Access, variables
 from insum.plan.config import Config
 from insum.plan.plan import Plan
+from insum.plan.roles import contiguity
 from insum.plan.sizes import power_of_two
 from insum.plan.tiling import whole_entries
 
 AFTER = 3
 #: A variable of our own. Names that come from the statement always carry a suffix (_ptr, _s0, _d0,
-#: _size, _number, _i, _v1), which names of our own never have, so that no spelling of a statement
-#: can collide with them.
+#: _size, _reciprocal, _number, _i, _v1), which names of our own never have, so that no spelling of
+#: a statement can collide with them.
 REGISTERS = "<registers>"
 #: What is counted by the grid, and unpacked from it: a name, and how many there are.
 GridPart: TypeAlias = tuple[str, Tile]
@@ -278,12 +281,30 @@ class Frame:
         if len(variables_) == 1:
             self.vars[variables_[0]] = flat
             return
-        rest = flat
-        for depth, var in enumerate(reversed(variables_)):
-            first = var == variables_[0]
-            self.vars[var] = self.assign(0, f"{var}_i", rest if first else rest % self.size(var))
-            if not first:
-                rest = self.assign(0, f"{low}_rest{depth}", rest // self.size(var))
+        first, *others = variables_
+        rest: Tile = flat
+        for depth, var in enumerate(reversed(others)):
+            rest = self.divided(rest, var, f"{low}_rest{depth}")
+        self.vars[first] = self.assign(0, f"{first}_i", rest)
+
+    def divided(self, place: Tile, var: str, name: str) -> Tile:
+        """Places by the extent of a variable, and that variable, what remains. Dividing takes as
+        long as a load where it is not known by what, which products of matrices hide, and have no
+        registers to spare for; and what is read along a variable in several values at a time has
+        to be seen to be.
+        """
+        size, plan = self.size(var), self.plan
+        known = isinstance(size, Operation) and self.reads_along(var)
+        if known or plan.wide or plan.roles.dot:
+            self.vars[var] = self.assign(0, f"{var}_i", place % size)
+            return self.assign(0, name, place // size)
+        by = self.arg(Reciprocal(var))
+        found = self.assign(0, name, apply("insum_divided", place, by, over=place.axes))
+        self.vars[var] = self.assign(0, f"{var}_i", place - found * size)
+        return found
+
+    def reads_along(self, var: str) -> bool:
+        return contiguity((*self.plan.factors, self.plan.target), var) > 0
 
     def row_axis(self) -> None:
         """Several tasks (pieces of rows) in one tile: each has its start, end and destination."""
@@ -292,8 +313,7 @@ class Frame:
         place = Named("m_tile") * self.config.m + apply("tl.arange", 0, self.config.m, over=("M",))
         for var in self.plan.roles.m[1:]:
             flat = self.assign(0, "m_flat", place)
-            self.vars[var] = self.assign(0, f"{var}_i", flat % self.size(var))
-            place = flat // self.size(var)
+            place = self.divided(flat, var, "task_place")
         first = self.arg(Count("task_first"))
         task = self.assign(0, "task", chain("+", first, place))
         last: Tile = self.arg(Count("task_last"))

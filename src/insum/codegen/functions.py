@@ -24,6 +24,15 @@ def insum_min(a, b):
 
 
 """,
+    "insum_divided(": '''@triton.jit
+def insum_divided(number, reciprocal):
+    """By what this is the reciprocal of: a product and a shift, for numbers of 31 bits."""
+    number = number.to(tl.uint32)
+    high = tl.umulhi(number, reciprocal.to(tl.uint32))
+    return ((high + number) >> (reciprocal >> 32).to(tl.uint32)).to(tl.int32)
+
+
+''',
     "insum_atomic_max(": '''@triton.jit
 def insum_atomic_max(at, value, mask):
     """What is there only rises: a look at it, however old, spares the atomics that change nothing.

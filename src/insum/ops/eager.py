@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any
 
@@ -39,6 +39,7 @@ from insum.ops.gradients import (
     tangent_of,
 )
 from insum.ops.vmap import batched, front_of_base
+from insum.plan.path import operands_of
 from insum.runtime.check import raise_found
 from insum.settings import SettingValues, settings
 
@@ -450,10 +451,12 @@ def pull_back(
         known = _derivable(spec, values, upstream) if call is None else call.forward
         if known is None and call is not None:  # the same for all tensors
             known = ForwardCall(call.prepared.form, call.prepared.adjoints, call.extents)
+            if call.ordered.get(False):
+                known = _on_its_path(known, call)
             call.forward = known
         if spec.leaves:
             dtypes = dict(zip(spec.leaves, map(_dtype_of, spec.leaves.values())))
-            known = ForwardCall(known.form, known.rules, known.extents, dtypes)
+            known = replace(known, dtypes=dtypes)
             if torch.is_grad_enabled():
                 for name, leaf in spec.leaves.items():
                     values[name] = _CastBefore.apply(leaf, values[name])  # type: ignore[no-untyped-call]
@@ -485,6 +488,15 @@ def _pull_back_each(
 
     to_initial, *to_tensors = over_items(one, (upstream,))
     return to_initial, to_tensors
+
+
+def _on_its_path(known: ForwardCall, call: BoundCall) -> ForwardCall:
+    """With the order in which a product ran as several statements."""
+    terms = call.prepared.problem.terms
+    if len(terms) != 1:
+        return known
+    path = tuple(one.stage.positions for one in call.ordered[False])
+    return replace(known, path=path, factors=tuple(map(str, operands_of(terms[0]))))
 
 
 def _derivable(

@@ -29,13 +29,15 @@ from insum.lang.parser import parse
 from insum.lang.problem import kind_of
 from insum.lang.repeat import repetition_of
 from insum.ops.shared_rows import sharing
-from insum.plan.path import AUTO, is_path
+from insum.plan.order import Path
+from insum.plan.path import AUTO, is_path, optimize_text
 
 #: Runs a statement, of which the kinds of calls are known, on these values and sizes.
 StatementRunner: TypeAlias = Callable[[Kinds, Mapping[str, Value], tuple[Any, ...]], Tensor]
 #: The calls of derived statements that are found for values of certain layouts. Two may be spelled
 #: alike and be of other sizes: ``A[s[e],k] + A[k,s[e]]`` has gradients along rows and columns.
-FoundCalls: TypeAlias = "dict[Derived, BoundCall]"
+#: What is added to another value is another call, by how that lies in memory.
+FoundCalls: TypeAlias = "dict[Derived | tuple[Derived, tuple[int, ...]], BoundCall]"
 #: Multiplications of each number of a sum from which on a product with it is quicker than two
 #: without, measured.
 LEAST_REUSED = 64
@@ -70,7 +72,7 @@ class Derived:
         self,
         values: Mapping[str, Any],
         shape: Sequence[Size],
-        extents: Mapping[str, Size],
+        of: ForwardCall,
         run: StatementRunner,
         calls: FoundCalls | None = None,
         filled: FilledBuffers | None = None,
@@ -92,10 +94,12 @@ class Derived:
             for dim in reversed(self.repeats):
                 del sizes[dim]
             for var in self.variables:
-                sizes.append(extents[var])
+                sizes.append(of.extents[var])
             if calls is not None:
                 kinds, given = self.kinds, tuple(sizes)
                 call = kinds.known(arguments, given) or kinds.find(arguments, given)
+                if of.path and call.prepared.orderable:
+                    call = self.along(of, call, arguments)
                 calls[self] = call
         if call is None:
             found = run(self.kinds, arguments, tuple(sizes))
@@ -107,11 +111,38 @@ class Derived:
             found = found.real
         return self.repeated(found, shape) if self.repeats else found
 
+    def added_to(
+        self,
+        total: Tensor,
+        values: Mapping[str, Any],
+        of: ForwardCall,
+        run: StatementRunner,
+        calls: FoundCalls | None,
+        filled: FilledBuffers,
+    ) -> Tensor:
+        """The sum of a value of its shape and its own: kernels start from the one that is there,
+        which is read on the way. Everybody else adds afterwards.
+        """
+        key, shape = (self, total.stride()), total.shape
+        if not (calls is None or self.views or self.repeats or self.real):
+            arguments = {name: values[name] for name in self.reads}
+            call = calls.get(key)
+            if call is None:
+                call = self.bound(arguments, shape, of, calls)
+                if in_kernels.alone(call, arguments) and call.prepared.problem.dtype == total.dtype:
+                    call = self.kinds.find(arguments, call.sizes, total)
+                calls[key] = call
+            if call.prepared.count > len(arguments):  # what it is added to is one more
+                if call.prepared.looks_first:
+                    call.look(arguments)
+                return running.run(call, "from", arguments, total)
+        return total + self(values, shape, of, run, calls, filled)
+
     def bound(
         self,
         arguments: Mapping[str, Any],
         shape: Sequence[Size],
-        extents: Mapping[str, Size],
+        of: ForwardCall,
         calls: FoundCalls,
     ) -> BoundCall:
         """The call that gives its value, found for the first time, and kept. (`__call__` does the
@@ -121,10 +152,21 @@ class Derived:
         for dim in reversed(self.repeats):
             del sizes[dim]
         for var in self.variables:
-            sizes.append(extents[var])
+            sizes.append(of.extents[var])
         kinds, given = self.kinds, tuple(sizes)
-        found = calls[self] = kinds.known(arguments, given) or kinds.find(arguments, given)
+        found = kinds.known(arguments, given) or kinds.find(arguments, given)
+        if of.path and found.prepared.orderable:
+            found = self.along(of, found, arguments)
+        calls[self] = found
         return found
+
+    def along(self, of: ForwardCall, call: BoundCall, arguments: Mapping[str, Any]) -> BoundCall:
+        """The call along the path of what it is derived from, where that is a good one."""
+        form = self.kinds.form
+        path = call.prepared.path_along(call, arguments, of.path, of.factors)
+        if not path or form.optimize != AUTO:
+            return call
+        return kinds_of(replace(form, optimize=optimize_text(path))).find(arguments, call.sizes)
 
     def repeated(self, value: Tensor, shape: Sequence[Size]) -> Tensor:
         """The whole as a view of what it repeats."""
@@ -160,12 +202,15 @@ class ForwardCall:
     Attributes:
         rules: what was derived for this kind of call so far.
         dtypes: of gradients that are not to have the dtype of the tensor.
+        path: the order in which it multiplied its ``factors``, where it was several statements.
     """
 
     form: Form
     rules: dict[object, Any]
     extents: Mapping[str, Size]
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    path: Path = ()
+    factors: tuple[str, ...] = ()
 
 
 def gradients(
@@ -196,7 +241,7 @@ def gradients(
             members = call.rules[key] = _sharing_rows(call, values, upstream, wanted)
         if members:
             found = _of_shared_rows(members, call, values, upstream, result, calls)
-    joint: dict[Derived, Tensor] = {}
+    joint = {}
     if calls is not None and on_host:
         joint = _in_one_graph(call, values, upstream, wanted, result, calls)
     alike: dict[object, Tensor] = {}
@@ -222,8 +267,10 @@ def gradients(
         total: Tensor | None = None
         for one in statements:
             part = joint.pop(one, None)
-            if part is None:
-                part = one(known, source.shape, call.extents, run, calls, filled)
+            if part is None and total is not None:
+                total = one.added_to(total, known, call, run, calls, filled)
+                continue
+            part = one(known, source.shape, call, run, calls, filled) if part is None else part
             total = part if total is None else total + part
         if total is None:
             total = torch.zeros_like(source, dtype=call.dtypes.get(name, source.dtype))
@@ -265,7 +312,7 @@ def _of_shared_rows(
         for read in one.reads:
             arguments[read] = known[read]
         names.append(name)
-        bound.append(calls.get(one) or one.bound(arguments, source.shape, call.extents, calls))
+        bound.append(calls.get(one) or one.bound(arguments, source.shape, call, calls))
         given.append(arguments)
     results = in_kernels.at_once(bound, given)
     every = {name: it for name, it in zip(names, results) if it is not None}
@@ -318,7 +365,7 @@ def _in_one_graph(
         every_value: dict[str, Any] = {**values, rule.upstream: upstream, rule.result: result}
         given.append({read: every_value[read] for read in one.reads})
         shapes.append(every_value[name].shape)
-        bound.append(calls.get(one) or one.bound(given[-1], shapes[-1], call.extents, calls))
+        bound.append(calls.get(one) or one.bound(given[-1], shapes[-1], call, calls))
     return {
         one: one.repeated(value, shape) if one.repeats else value
         for (_, _, one), shape, value in zip(every, shapes, at_once(bound, given))
@@ -341,7 +388,7 @@ def tangent_of(
         rule = _tangent_rule(call, name, given.dtype, result.dtype)
         known = {**values, rule.upstream: given, rule.result: result}
         for one in rule.statements:
-            total = total + one(known, result.shape, call.extents, run)
+            total = total + one(known, result.shape, call, run)
     if not call.form.is_extremum:
         return total if initial is None else total + initial
     count = _winners(call, values, result, held, run)
@@ -468,5 +515,5 @@ def _winners(
     if counting is None:
         counting = call.rules[key] = _derived(call.form, text, result.dim(), wide, {})
     with torch.no_grad():
-        count = counting({**values, name: result}, result.shape, call.extents, run)
+        count = counting({**values, name: result}, result.shape, call, run)
         return count if held is None else count + held.to(wide)

@@ -173,6 +173,19 @@ def _dense_in_few_tiles(plan: Plan, extents: Mapping[str, int], m: int, n: int) 
     return _for_few_tiles(plan, extents, m, n)
 
 
+def _products_in_few_tiles(plan: Plan, extents: Mapping[str, int], m: int, n: int) -> Config | None:
+    """A sum of products, each of which is multiplied once more, that is long: small tiles, and
+    pieces of the sum.
+    """
+    if not is_dense(plan) or plan.onehot >= 0 or plan.strategy != "store" or not plan.roles.outer:
+        return None
+    high, k = min(m, HIGH), k_tile(plan, extents, BYTES.get(plan.operand, 4))
+    if _programs(plan, extents, high, LOW) >= ENOUGH_PROGRAMS // 2:
+        return None
+    found = Config(m=high, n=SHALLOW, k=k, warps=2, stages=3)
+    return replace(found, split=max(1, min(8, steps_of_program(plan, found, extents) // 8)))
+
+
 def _of_a_long_sum(plan: Plan, extents: Mapping[str, int], m: int, n: int) -> Config | None:
     """A long sum over entries is cut into pieces, which fill a device: tiles as large as the output
     is, so that what is gathered is read once.
@@ -192,6 +205,7 @@ _RULES = (
     _for_few_wide_segments,
     _added_at_once,
     _in_shallow_steps,
+    _products_in_few_tiles,
     _dense_in_few_tiles,
     _of_a_long_sum,
 )
@@ -227,6 +241,8 @@ def by_numbers(plan: Plan, config: Config, sides: int, least_m: int) -> Config:
     if BYTES.get(plan.operand, 4) == 4:  # and buffers of single numbers take longer to fill
         m = max(min(config.m, HIGH), least_m)
         return replace(config, m=m, k=min(config.k, 2 * SHALLOW), warps=4, stages=1)
+    if len(plan.roles.k) == 2 and config.k >= LARGE_SIDE:  # an entry as a whole, and none in parts
+        return replace(config, m=max(min(config.m, HIGH), least_m), warps=8, stages=3)
     if config.m * config.n >= LARGE_SIDE**2 and sides * config.k > OWN_NUMBERS * 32 * config.warps:
         config = replace(config, warps=8)
     while config.k > SHALLOW and sides * config.k > OWN_NUMBERS * 32 * config.warps:

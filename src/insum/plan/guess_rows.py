@@ -134,8 +134,10 @@ def are_narrow(plan: Plan, extents: Mapping[str, int], n: int) -> bool:
 
 def _for_narrow_rows(plan: Plan, n: int) -> Config:
     """All entries of a short row at once, of as many rows as leave each thread of one warp some
-    dozens of loads.
+    dozens of loads; of what is computed fewer, for threads then wait for arithmetic.
     """
+    if _computes(plan):
+        return Config(m=4 if n >= 16 else 8, n=n, k=COMPUTED_ENTRIES, warps=1, stages=1)
     k, read = 16 if n <= 8 else 8, (a for f in plan.factors for a in accesses(f, nested=False))
     gathered = sum(bool(a.indices) and a.indices[-1].var in plan.roles.n for a in read)
     row = n * k * row_bytes(plan) * power_of_two(max(1, gathered))

@@ -40,18 +40,26 @@ LONGEST_SUM = 4096
 TURNED = 32, 128
 #: Sides and depth of a tile whose points are functions of what its rows and columns share.
 SHARED_TILE = 64, 128, 2
+#: Columns of the least of them, which one warp has.
+SMALL_TILE = 32
 #: Sums of windows that one warp has, how many steps of each are read before the first is added, and
 #: bytes of a row of them where windows lie along it.
 WINDOW_SUMS, WINDOW_STEPS, WINDOW_ROW_BYTES = 512, 4, 1024
+#: Places up to which a row of windows is one tile's.
+WINDOW_ROW = 128
 #: Steps of a column up to which its thread may be one of few, and bytes that so many threads as
 #: hide longer ones read at a time.
 SHORT_COLUMN, ENOUGH_BYTES = 16, 1 << 19
 #: Rows and columns of a tile that gathers number by number, of lists of at most so many.
 LISTED_ROWS, LISTED_COLUMNS, MOST_LISTED = 2, 256, 16
+#: So many short rows that lie beside each other are read together.
+WHOLE_LINES = 8
 #: Rows of windows that share a tile, and how much of them is read at most in a step.
 SLIDING_ROWS, SLIDING_STEP = 8, 64
 #: Numbers of a row that one thread reads by itself.
 SHORT_ROW = 4
+#: Rows of a tile that sums along them where there are many, and numbers of fewer.
+ROWS_OF_SUMS, ROW_NUMBERS = 16, 1024
 #: Rows that no wide load can read: of how many lists each warp reads so many at once.
 NARROW_LISTS, NARROW_STEPS, NARROW_NUMBERS = 8, 8, 4096
 
@@ -95,6 +103,7 @@ def for_sum(plan: Plan, extents: Mapping[str, int]) -> Config:
         (_number_by_number, narrow),
         (_windows, tile),
         (_down_columns, tile),
+        (_few_rows, row),
     )
     found = (rule(one) for rule, one in rules if one is not None)
     return next((config for config in found if config is not None), _any_other(columns))
@@ -136,6 +145,8 @@ def _of_shared_rows(tile: SummedTile) -> Config | None:
         n, k, enough = (16, k, enough) if tile.n >= HIGH else (8, 2 * k, enough // 2)
     while m > 8 and _tiles(tile, m, n) < enough or m > tile.m:
         m, k = m // 2, min(2 * k, 4)
+    if m == 8 and n > SMALL_TILE and _tiles(tile, m, n) < 4 * enough:
+        return Config(m=m, n=SMALL_TILE, k=min(4, tile.k), warps=1, stages=1)
     n = min(tile.n, n)
     return Config(m=m, n=n, k=min(k, tile.k), warps=max(1, min(4, m * n // 128)), stages=1)
 
@@ -146,7 +157,9 @@ def _along_rows(tile: SummedTile) -> Config | None:
     if m * k <= SHORT_ROW and n >= 64:  # as of positions: a thread for each
         return Config(m=m, n=min(n, 256), k=k, warps=8, stages=1)
     if m * k <= (128 if m > 1 else 64) and n >= 32:  # and all that lies beside it
-        m = _filled(extent(tile.plan.roles.m, tile.extents), m)
+        # an empty place counts; but of rows of a few numbers, lines that are read in parts do
+        whole = m >= WHOLE_LINES and k <= SHORT_ROW
+        m = m if whole else _filled(extent(tile.plan.roles.m, tile.extents), m)
         n = min(n, 2048 // (m * k))
         return Config(m=m, n=n, k=k, warps=max(1, m * n * k // 1024), stages=1)
     if 1 < m <= 8 and n >= 32:
@@ -177,6 +190,23 @@ def _short_sums_of_columns(tile: SummedTile) -> Config | None:
     if not along or contiguity(tile.plan.factors, roles.k[-1]) or len(roles.k) > 1:
         return None
     return Config(m=1, n=n, k=1, warps=OWN_THREADS // 32, stages=min(tile.k // 2, OWN_STEPS))
+
+
+def _few_rows(tile: SummedTile) -> Config | None:
+    """Sums along rows that are few, with a tile for fewer of them, and more of each; of so few that
+    they are cut into pieces these have tiles as of many.
+    """
+    roles, rows = tile.plan.roles, ROWS_OF_SUMS
+    length = extent(roles.k, tile.extents) if roles.k else 0
+    if roles.m or roles.loops or length < HIGH or tile.plan.strategy != "store":
+        return None
+    enough, places = 4 * ENOUGH_PROGRAMS, output_places(tile.plan, tile.extents)
+    while rows > 1 and places < enough * rows:
+        rows //= 2
+    if rows == ROWS_OF_SUMS or places < ENOUGH_PROGRAMS:
+        return None
+    k = min(power_of_two(length), ROW_NUMBERS // rows)
+    return Config(m=1, n=min(rows, tile.n), k=k, warps=2 if rows > 1 else 4, stages=2)
 
 
 def _turned(tile: SummedTile) -> Config | None:
@@ -261,7 +291,8 @@ def _number_by_number(tile: SummedTile) -> Config | None:
     gathered = any(any(True for _ in accesses(index)) for index in _row_places(tile.plan))
     n = min(tile.n, 2 * SINGLE_VALUES if gathered else SINGLE_VALUES)
     if n == SINGLE_VALUES and not gathered:
-        return Config(m=min(tile.m, 4), n=n, warps=4, stages=1)
+        shared = not _has_an_index_each(tile.plan)
+        return Config(m=min(tile.m, 4) if shared else 1, n=n, warps=4, stages=1)
     m = max(1, SINGLE_VALUES // n)
     return Config(m=min(tile.m, m), n=n, warps=max(2, m * n // 256), stages=1)
 
@@ -299,7 +330,9 @@ def _windows(tile: SummedTile) -> Config | None:
         most = sums = WINDOW_ROW_BYTES // _widest(plan)
     else:
         return None
-    n = _hardly_idle(extent(roles.n, tile.extents), min(most, tile.n))
+    n = min(most, tile.n)
+    if tile.n > WINDOW_ROW:  # shorter rows are one tile's: neighbours read the same lines
+        n = _hardly_idle(extent(roles.n, tile.extents), n)
     m = min(tile.m, max(1, sums // (n * _stride(plan))))
     return Config(m=m, n=n, k=1, warps=1, stages=WINDOW_STEPS)
 
@@ -312,7 +345,11 @@ def _any_other(tile: SummedTile) -> Config:
         return Config(m=min(m, SMALL_SUMS // (n * k)), n=n, k=k, warps=2, stages=1)
     values = 1024 if k == 1 and n >= 64 and row_bytes(plan) >= 4 else 2048
     m = min(m, max(1, values // (n * k)))
-    return Config(m=m, n=n, k=k, warps=4, stages=1 if k == 1 else 2)
+    # what is found for a row is found by every thread that has a part of it: for many parts; but
+    # what only passes by takes as many threads as there are
+    passes = values != 1024 or row_bytes(plan) != 4 or _reads_every_place(plan)
+    few = plan.strategy == "store" and not passes
+    return Config(m=m, n=n, k=k, warps=2 if few else 4, stages=1 if k == 1 else 2)
 
 
 # --- what rules ask -------------------------------------------------------------------------------
@@ -381,6 +418,18 @@ def _reads_apart(plan: Plan) -> bool:
     reads = [a for f in plan.factors for a in accesses(f)]
     ends = [a.indices[-1] for a in reads if a.indices and a.tensor not in plan.index_tensors]
     return any(any(True for _ in accesses(i)) and {*plan.roles.n} & {*variables(i)} for i in ends)
+
+
+def _has_an_index_each(plan: Plan) -> bool:
+    """Whether an index tensor is read at every place of a tile, and not once for many."""
+    found = ({*variables(a)} for a in _reads(plan) if a.tensor in plan.index_tensors)
+    return any({*plan.roles.m} & one and {*plan.roles.n} & one for one in found)
+
+
+def _reads_every_place(plan: Plan) -> bool:
+    """Whether a tensor has a number of its own for every place of the output."""
+    kept = {*plan.roles.grid, *plan.roles.m, *plan.roles.n}
+    return any(kept <= {index.var for index in a.indices} for a in _reads(plan))
 
 
 def _reads(plan: Plan) -> Iterator[Access]:

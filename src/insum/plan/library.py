@@ -20,6 +20,9 @@ _DTYPES = (*HALVES, torch.float32, torch.float64)
 #: Side of a library's tile; so few of them leave most of a device without work, where each sums so
 #: much. Of one product libraries cut the sum into pieces, of a batch they do not.
 _TILE, _FEW_TILES, _LONG_SUM = 64, 64, 1024
+#: Matrices of so few multiplications, with so short a side, as rotations are: a library takes some
+#: nanoseconds for each of a batch.
+_TINY_SIDE, _TINY = 4, 1024
 
 
 def is_left_to_library(problem: Problem, *, accumulates: bool) -> bool:
@@ -35,6 +38,8 @@ def is_batch_left_to_library(
         return False
     sides = _sides(problem)
     batch, rows, columns, summed = (math.prod(extents[v] for v in side) for side in sides)
+    if min(rows, columns, summed) <= _TINY_SIDE and rows * columns * summed <= _TINY:
+        return False
     tiles = batch * math.ceil(rows / _TILE) * math.ceil(columns / _TILE)
     few = tiles <= _FEW_TILES and summed >= _LONG_SUM and problem.dtype != torch.float64
     return bool(sides.batch) and not few

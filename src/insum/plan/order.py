@@ -28,6 +28,7 @@ from insum.plan.steps import (
     StepBuilder,
     StepState,
     Term,
+    diagonal_of,
     picks_numbers,
     reading_indices,
 )
@@ -41,6 +42,9 @@ UNEVENLY = 1.25
 #: so many times, where it saves what is worth another call; on a CPU, where a point takes longer,
 #: the second.
 TWICE, WORTH_A_CALL, WORTH_ON_A_CPU = 2, 2**28, 2**21
+#: How many times what is read and written a buffer over all places of a diagonal may be: as many as
+#: distances are for points.
+DIAGONAL = 2
 #: Buffers of more elements than this, and of more than so many times those of all arguments, are
 #: never made.
 MOST_BUFFERED, MOST_OF_ARGUMENTS = 2**24, 8
@@ -136,7 +140,7 @@ def is_worth_an_order(target: Access, first: Expr, second: Expr) -> bool:
     >>> looked("D[f,h] = M[e,f] * G[d[e],h]"), looked("D[e] = X[s[e],f] * G[d[e],f]")
     (True, False)
     """
-    if _is_plain_but_for_numbers(target, first, second):
+    if _is_plain_but_for_numbers(target, first, second) or diagonal_of(target, (first, second)):
         return True
     kept, scattered = {*variables(target)}, _inner(target)
     both = [({*_direct(one)}, _inner(one)) for one in (first, second)]
@@ -207,7 +211,8 @@ def _is_clear(found: Ordered, together: Ordered, term: Term) -> bool:
     least = WORTH_ON_A_CPU if term.on_cpu else WORTH_A_CALL
     if len(term.factors) == 2 and together.cost - found.cost < least:
         return False
-    large = found.buffered > arguments and not term.uneven
+    along = diagonal_of(term.target, term.factors) is not None
+    large = found.buffered > arguments * (DIAGONAL if along else 1) and not term.uneven
     return found.cost * (BY_FAR if large else _clearly(term)) <= together.cost
 
 
@@ -274,7 +279,8 @@ def _next(
             found = builder.buffer(state, positions)
             if found is None:
                 continue
-            if count == 1 and not builder.term.adds_first and _is_for_another(state, found.after):
+            waits = not builder.term.adds_first and builder.diagonal is None
+            if count == 1 and waits and _is_for_another(state, found.after):
                 continue
             yield tuple(state.factors[p].inside for p in positions), found
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -17,6 +17,7 @@ from insum.lang.expr import (
     Access,
     Affine,
     Expr,
+    Var,
     accesses,
     fresh,
     index_of,
@@ -33,6 +34,10 @@ STARTED_ON_A_CPU = 2**19
 #: Of two factors, on a GPU: what a point of a plain matrix product takes, which a library runs, and
 #: one of a product for which numbers are gathered, or spread, one by one, each again and again.
 IN_LIBRARY, ONE_BY_ONE = 1 / 8, 4
+#: Of what both sides of a product have read apart for every sum, so that no side shares it.
+ALONG_DIAGONALS = 6
+#: Columns of a tile: what is computed of what is gathered is computed again for the next of them.
+TILE = 64
 #: And what a point of three dense factors and more takes whose sides no tile divides: most of a
 #: tile may be empty, and all of it is masked.
 UNEVEN = 2
@@ -168,6 +173,9 @@ class StepBuilder:
             picks_numbers(part) or plain_variables(part) is not None
             for part in (term.target, *term.factors)
         )
+        #: An index that counts along a diagonal, as distances do: its places are a variable of
+        #: their own, by which a product is one of matrices.
+        self.diagonal = diagonal_of(term.target, term.factors)
         self.start = StepState(
             term.target, tuple(StepFactor(1 << k, f) for k, f in enumerate(term.factors))
         )
@@ -202,6 +210,10 @@ class StepBuilder:
             return IN_LIBRARY
         if several and not self.by_numbers:
             return UNEVEN if len(factors) > 2 else 1
+        if len(factors) > 1 and self.diagonal is not None:
+            return ALONG_DIAGONALS
+        if any(computes(f) and points > TILE * self.size_of({*variables(f)}) for f in factors):
+            return ONE_BY_ONE
         parts = (target, *factors) if None not in map(plain_variables, factors) else factors
         picked = (p for p in parts if picks_numbers(p))
         again = any(points > 2 * self.size_of(set(variables(p))) for p in picked)
@@ -226,19 +238,20 @@ class StepBuilder:
         inside = sum(state.factors[p].inside for p in positions)
         if inside & self.fixed or not inside & ~self.exact:
             return None
-        ways = (self.filled(state, positions, which) for which in _ways(state, positions))
+        ways = (self.filled(state, positions, which) for which in self.ways(state, positions))
         allowed = [made for made in ways if self.is_allowed(made)]
         if len(positions) == len(state.factors):
-            allowed = [made for made in allowed if _can_open(made.read) or _leaves_plain(made)]
+            allowed = [m for m in allowed if self.can_open(m.read) or _leaves_plain(m)]
         elif len(positions) == 1:
             rest = tuple(f for p, f in enumerate(state.factors) if p not in positions)
-            copies = picks_numbers(state.factors[positions[0]].value)
+            value = state.factors[positions[0]].value
+            copies = picks_numbers(value) or computes(value)
             allowed = [
                 m
                 for m in allowed
                 if (m.after.target, m.after.factors[:-1]) != (state.target, rest)
                 or copies
-                and not _can_open(m.read)
+                and not self.can_open(m.read)
             ]
         return min(allowed, key=lambda made: made.step.cost, default=None)
 
@@ -269,19 +282,21 @@ class StepBuilder:
             left, scattered = self.scattered(left, set(order), needed)
         later = left.variables() | needed
         kept = {v: index_of(v) for v in order if v in later and v not in walked}
-        dims = (*walked, *scattered, *kept)
-        written = (*map(index_of, walked), *scattered.values(), *kept.values())
-        read = (*walked.values(), *map(index_of, scattered), *kept.values())
+        along = [(v, index_of(v), index) for v, index in walked.items()]
+        along += [(v, index, index_of(v)) for v, index in scattered.items()]
+        beside = [(v, index, index) for v, index in kept.items()]
+        # places of a diagonal last, for those that are met lie beside each other
+        every = [*along, *beside] if self.diagonal is None else [*beside, *along]
+        dims, written, read = zip(*every, strict=True) if every else ((), (), ())
         inside = sum(f.inside for f in taken)
         name = f"#{inside}[{','.join(map(str, (*written, *read)))}]"
         self.note(name, dims)
         size = math.prod(self.shapes[name]) * (2 if scattered else 1)  # with zeros first
         step = self.step(Access(name, written), factors, dims, positions, size)
-        return StepBuffer(
-            step, replace(left, factors=(*left.factors, StepFactor(inside, Access(name, read))))
-        )
+        buffer = StepFactor(inside, Access(name, read))
+        return StepBuffer(step, replace(left, factors=(*left.factors, buffer)))
 
-    def note(self, name: str, dims: tuple[str, ...]) -> None:
+    def note(self, name: str, dims: Sequence[str]) -> None:
         """Remember a buffer with these variables along its dimensions."""
         self.shapes[name] = tuple(self.extents[v] for v in dims)
         self.dims |= {(name, d): self.places[v] for d, v in enumerate(dims) if v in self.places}
@@ -306,9 +321,25 @@ class StepBuilder:
             if all(set(variables(index)) - others for index in found.values()):
                 own = {v for index in found.values() for v in variables(index)} - others
                 few = self.size_of(names) <= self.size_of(own)
-                return (after, names) if few else (left, {})
+                along = [*found.values()] == [self.diagonal]
+                return (after, names) if few or along else (left, {})
             found = {p: i for p, i in found.items() if set(variables(i)) - others}
         return left, {}
+
+    def ways(self, state: StepState, positions: tuple[int, ...]) -> Iterator[frozenset[int]]:
+        """Which of these factors to read without their indices: none first."""
+        could = [p for p in positions if self.can_open(state.factors[p].value)]
+        for count in range(len(could) + 1 if len(could) <= MOST_OPENED else 1):
+            yield from map(frozenset, itertools.combinations(could, count))
+
+    def can_open(self, factor: Expr) -> bool:
+        """Whether a factor reads one tensor, and that through indices or along a diagonal."""
+        reads = [*accesses(factor, nested=False)]
+        return len(reads) == 1 and any(map(self.opens, reads[0].indices))
+
+    def opens(self, index: Affine) -> bool:
+        """Whether a dimension of this index may be a variable of its own."""
+        return _reads(index) or index == self.diagonal
 
     # --- variables and names of our own ---
 
@@ -318,13 +349,13 @@ class StepBuilder:
         """
         if self.term.may_scatter:
             for dim, index in enumerate(state.target.indices):
-                if _reads(index):
+                if self.opens(index):
                     yield ("", dim), index
         for factor in state.factors:
-            if _can_open(factor.value):
+            if self.can_open(factor.value):
                 (access,) = accesses(factor.value, nested=False)
                 for dim, index in enumerate(access.indices):
-                    if _reads(index):
+                    if self.opens(index):
                         yield self.place(access, dim), index
 
     def replaced(self, state: StepState, found: Mapping[Place, Affine]) -> StepState:
@@ -354,7 +385,7 @@ class StepBuilder:
         def change(access: Access) -> Access:
             indices = list(access.indices)
             for dim, index in enumerate(access.indices):
-                if _reads(index):
+                if self.opens(index):
                     name = self.variable(self.place(access, dim), index)
                     walked[name], indices[dim] = index, index_of(name)
             return replace(access, indices=tuple(indices))
@@ -390,13 +421,6 @@ class StepBuilder:
             replace(step, target=replace(step.target, tensor=name)),
             replace(made.after, factors=(*made.after.factors[:-1], last)),
         )
-
-
-def _ways(state: StepState, positions: tuple[int, ...]) -> Iterator[frozenset[int]]:
-    """Which of these factors to read without their indices: none first."""
-    could = [p for p in positions if _can_open(state.factors[p].value)]
-    for count in range(len(could) + 1 if len(could) <= MOST_OPENED else 1):
-        yield from map(frozenset, itertools.combinations(could, count))
 
 
 def _is_in_library(target: Access, factors: tuple[Expr, ...]) -> bool:
@@ -440,11 +464,47 @@ def _leaves_plain(made: StepBuffer) -> bool:
     return picks_numbers(made.after.target) and _is_in_library(made.step.target, made.step.factors)
 
 
-def _can_open(factor: Expr) -> bool:
-    """Whether a factor reads one tensor, and that through indices."""
-    return len(list(accesses(factor, nested=False))) == 1 and any(
-        True for _ in reading_indices(factor)
-    )
+def computes(factor: Expr) -> bool:
+    """Whether a factor is a function of what is read through indices."""
+    return not isinstance(factor, Access) and any(True for _ in reading_indices(factor))
+
+
+def diagonal_of(target: Access, factors: Sequence[Expr]) -> Affine | None:
+    """The one index of two variables, where another part of a product has both of them: along its
+    places instead of one of them the product is one of matrices.
+
+    >>> from insum.lang.parser import parse
+    >>> def looked(text):
+    ...     statement = parse(text)
+    ...     return str(diagonal_of(statement.target, statement.value.factors))
+    >>> looked("s[h,i,j] = q[h,i,f] * r[j-i+9,f]"), looked("dr[j-i+9,f] = ds[h,i,j] * q[h,i,f]")
+    ('j - i + 9', 'j - i + 9')
+    >>> looked("y[b,t,o] = x[b,t+r,c] * w[r,c,o]"), looked("s[h,i,j] = q[h,i,f] * r[2*i,j,f]")
+    ('None', 'None')
+    """
+    if len(factors) != 2 or not all(isinstance(f, Access) for f in factors):
+        return None
+    parts: list[Access] = [target, *factors]  # type: ignore[list-item]
+    found = [(k, i) for k, part in enumerate(parts) for i in part.indices if i.var is None]
+    if len(found) != 1:
+        return None
+    ((place, index),) = found
+    steps = {atom.name: by for by, atom in index.terms if isinstance(atom, Var)}
+    both = [k for k in range(3) if k != place and {*steps} <= {*variables(parts[k])}]
+    if len(steps) != 2 or len(index.terms) != 2 or len(both) != 1:
+        return None
+    (other,) = (parts[k] for k in range(3) if k not in (place, *both))
+    beside = {*variables(other), *(i.var for i in parts[place].indices)}
+    moved = [v for v, by in steps.items() if v not in beside and abs(by) == 1]
+    if not moved:
+        return None
+    walked = index_of("#")  # which no statement can spell
+    replaced = {place: index, both[0]: index_of(moved[-1])}
+    opened = [
+        replace(part, indices=tuple(walked if i == replaced.get(k) else i for i in part.indices))
+        for k, part in enumerate(parts)
+    ]
+    return index if is_product_of_matrices(opened[0], *opened[1:]) else None
 
 
 def reading_indices(factor: Expr) -> Iterator[Affine]:

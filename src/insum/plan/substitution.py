@@ -118,16 +118,31 @@ class Scatter:
         return variables(self.access)
 
 
+def determined(indices: tuple[Affine, ...]) -> set[str]:
+    """The variables of which a place tells the values: one dimension after the other that has a
+    single variable beside those.
+
+    >>> from insum.lang.parser import parse
+    >>> [sorted(determined(parse(f"y[{to}] = x").target.indices)) for to in ("i,2*j-i", "i+j,k")]
+    [['i', 'j'], ['k']]
+    """
+    plain = [i for i in indices if all(isinstance(atom, Var) for _, atom in i.terms)]
+    found: set[str] = set()
+    while True:
+        left = [{*variables(index)} - found for index in plain]
+        more = set().union(*(one for one in left if len(one) == 1))
+        if not more:
+            return found
+        found |= more
+
+
 def scatter_of(statement: Statement) -> Scatter | str:
     """``"direct"``, ``"injective"``, ``"general"``, or the single scattered dimension."""
     indices = statement.target.indices
     plain = [i.var for i in indices]
     if None not in plain and len(set(plain)) == len(plain):
         return "direct"
-    affine_vars = {
-        i.terms[0][1].name for i in indices if len(i.terms) == 1 and isinstance(i.terms[0][1], Var)
-    }
-    if set(variables(statement.target)) <= affine_vars:
+    if set(variables(statement.target)) <= determined(indices):
         return "injective"
     special = [d for d, i in enumerate(indices) if i.var is None]
     rest = [v for v in plain if v is not None]

@@ -63,12 +63,14 @@ def inner_extent(plan: Plan, extents: Mapping[str, int]) -> int:
 
 def whole_entries(k: int, inner: int) -> bool:
     """Whether a tile of K holds entries as a whole, so that places in it are numbers of the code:
-    those that fill it, or nearly. Elsewhere tiles end inside of entries.
+    those that fill it, or nearly, or most of a deep one. Elsewhere tiles end inside of entries.
 
     >>> [whole_entries(64, inner) for inner in (1, 8, 20, 24, 64, 128)]
     [True, True, True, False, True, False]
+    >>> [whole_entries(128, inner) for inner in (64, 90, 96, 123)]
+    [True, False, True, True]
     """
-    return 16 * (k // inner * inner) >= 15 * k
+    return 16 * (k // inner * inner) >= (12 if k >= LARGE_SIDE else 15) * k
 
 
 def in_rows(plan: Plan) -> bool:
@@ -168,6 +170,8 @@ def k_tile(plan: Plan, extents: Mapping[str, int], size: int) -> int:
         inner = inner_extent(plan, extents)
         if inner == power_of_two(inner):
             return inner * max(1, 32 // inner)
+        if size == 2 and inner > FLATTEN_UP_TO and whole_entries(LARGE_SIDE, inner):
+            return LARGE_SIDE
         deep = 64 if size == 2 else 32
         return deep if whole_entries(deep, inner) or inner > FLATTEN_UP_TO else 32
     longest = power_of_two(extents[plan.roles.k[0]])

@@ -21,7 +21,9 @@ from insum.codegen.arguments import (
     Length,
     Passed,
     Pointer,
+    Reciprocal,
     Stride,
+    reciprocal_of,
 )
 from insum.codegen.cut_rows import beside_rows
 from insum.compat import streams
@@ -117,6 +119,8 @@ class CallNumbers:
         match argument:
             case ExtentArgument(var, unit):
                 return self.extent(one.plan, var) // unit
+            case Reciprocal(var):
+                return reciprocal_of(self.extent(one.plan, var))
             case Count(what):
                 return counts[what]
             case Length(tensor, dim):

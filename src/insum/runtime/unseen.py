@@ -15,7 +15,16 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from insum.codegen.arguments import Argument, Count, ExtentArgument, Length, Passed, Stride
+from insum.codegen.arguments import (
+    Argument,
+    Count,
+    ExtentArgument,
+    Length,
+    Passed,
+    Reciprocal,
+    Stride,
+    reciprocal_of,
+)
 from insum.codegen.cut_rows import beside_rows
 from insum.compat import streams, tensors
 from insum.lang.expr import variables
@@ -339,6 +348,8 @@ class _CodeWriter:
         match argument:
             case ExtentArgument(var, unit):
                 return f"{self.size(one.plan, var)} // {unit}"
+            case Reciprocal(var):
+                return f"{self.named(reciprocal_of)}({self.size(one.plan, var)})"
             case Count(what):
                 return counts[what]
             case Length(tensor, dim):
