@@ -86,7 +86,7 @@ def _for_dot(plan: Plan, extents: Mapping[str, int], *, along_sum: bool) -> Conf
         return first
     if gathers_places(plan) and plan.onehot < 0:  # whose addresses take registers, too
         return Config(m=min(m, LARGE_SIDE), n=n, k=min(k, 32), warps=4, stages=3)
-    if (m, n) == (LARGE_SIDE, LARGE_SIDE) and is_large(plan, extents):
+    if (m, n) == (LARGE_SIDE, LARGE_SIDE) and n_all > n and is_large(plan, extents):
         return Config(m=m, n=2 * n, k=k, warps=8, stages=3)
     if plan.roles.loops and (m, n) == (LARGE_SIDE, LARGE_SIDE) and is_dense(plan):
         # places in flattened axes, bounds, and sides that are products themselves take registers
