@@ -112,6 +112,8 @@ class _Remaining:
         steps = _volume(mine, extents)
         if rest or _is_interleaved(self.kept, self.factors[a], self.factors[b]):
             steps += WRITING * _volume(product, extents)
+        if _is_of_many_vectors(self.factors[a], self.factors[b], product):
+            steps += WRITING * _volume(mine, extents)
         for one, other in ((a, b), (b, a)):
             if self.given[one] and _is_moved(self.factors[one], self.factors[other], product):
                 steps += WRITING * _volume(self.factors[one], extents)
@@ -141,6 +143,17 @@ def _is_moved(factor: tuple[str, ...], other: tuple[str, ...], product: tuple[st
     """
     kinds = ["summed" if v not in product else "both" if v in other else "own" for v in factor]
     return _is_apart(kinds)
+
+
+def _is_of_many_vectors(
+    one: tuple[str, ...], other: tuple[str, ...], product: tuple[str, ...]
+) -> bool:
+    """Whether a matrix product would be one of a vector for each place of what both factors have:
+    they are multiplied number by number then, and summed.
+    """
+    both = {*one} & {*other}
+    own = all({*factor} - both for factor in (one, other))
+    return not own and bool(both & {*product}) and bool(both - {*product})
 
 
 def _is_interleaved(result: tuple[str, ...], one: tuple[str, ...], other: tuple[str, ...]) -> bool:
