@@ -1224,3 +1224,51 @@ def test_dense_factors_whose_sides_no_tile_divides(name: str, dtype: torch.dtype
     found = stages_of(problem, request.form, layouts=layouts_of(problem, values))
     paths = [stage.positions for stage in found if stage.positions]
     assert paths == ([] if first is None else [first, (0, 1)])
+
+
+@pytest.mark.parametrize(
+    ("text", "shapes", "equation", "fills"),
+    [
+        (
+            "y[b,o] = x[b,i] * W[o,i,j] * z[b,j]",
+            {"x": (40, 23), "W": (60, 23, 21), "z": (40, 21)},
+            "bi,oij,bj->bo",
+            ["dy_W[b,i,j] = dy[b,o] * W[o,i,j]", "x_z[b,i,j] = x[b,i] * z[b,j]"],
+        ),
+        (
+            "y[a,f] = T[a,b,c] * B[b,f] * D[c,f]",
+            {"T": (19, 40, 18), "B": (40, 5), "D": (18, 5)},
+            "abc,bf,cf->af",
+            ["B_D[b,f,c] = B[b,f] * D[c,f]", "dy_T[f,b,c] = dy[a,f] * T[a,b,c]"],
+        ),
+    ],
+)
+def test_gradients_of_a_graph_go_its_way(
+    text: str,
+    shapes: dict[str, tuple[int, ...]],
+    equation: str,
+    fills: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a CPU, where that saves matrix products: as if sizes were larger."""
+    monkeypatch.setattr("insum.call.prepared._forms", {})
+    monkeypatch.setattr("insum.call.lookup._fronts", {})
+    monkeypatch.setattr("insum.call.stages.NEARLY_ON_A_CPU", math.inf)
+    draw = torch.Generator().manual_seed(0)
+    leaves = [
+        torch.randn(s, generator=draw, dtype=torch.float64).requires_grad_()
+        for s in shapes.values()
+    ]
+    given = dict(zip(shapes, leaves, strict=True))
+    want = torch.einsum(equation, *leaves)
+    wanted = torch.autograd.grad(want.square().sum(), leaves)
+    run = _watch_fills(monkeypatch)
+    for least in (math.inf, 0):
+        monkeypatch.setattr("insum.graph.value.LEAST_REVERSED", least)
+        found = insum.insum(text, **given)
+        gradients = torch.autograd.grad(found.square().sum(), leaves)
+        for one, other in zip((found, *gradients), (want, *wanted), strict=True):
+            torch.testing.assert_close(one, other)
+        assert sorted(run) == ([] if least else fills)
+        monkeypatch.setattr("insum.call.prepared._forms", {})
+        monkeypatch.setattr("insum.call.lookup._fronts", {})

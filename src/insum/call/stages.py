@@ -50,7 +50,7 @@ MOST_TERMS = 16
 #: Up to so many places a side of a factor is short.
 SHORT_SIDE = 512
 #: How much more an order may cost whose buffers other statements have as well.
-NEARLY = 1.25
+NEARLY, NEARLY_ON_A_CPU = 1.25, 1.5
 #: Dtypes that matrix units multiply.
 _MULTIPLIED = (torch.float16, torch.bfloat16, torch.float32)
 #: How every tensor of a call lies in memory, by name.
@@ -194,7 +194,8 @@ def along_path(problem: Problem, form: Form, path: Path, factors: tuple[str, ...
     except UnsupportedError:
         return ()
     best = _Chosen(problem, True, ()).path(term, "auto")
-    near = along is not None and best is not None and along.cost <= NEARLY * best.cost
+    nearly = NEARLY_ON_A_CPU if problem.device.type == "cpu" else NEARLY
+    near = along is not None and best is not None and along.cost <= nearly * best.cost
     return found if near else ()
 
 

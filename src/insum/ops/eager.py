@@ -451,8 +451,8 @@ def pull_back(
         known = _derivable(spec, values, upstream) if call is None else call.forward
         if known is None and call is not None:  # the same for all tensors
             known = ForwardCall(call.prepared.form, call.prepared.adjoints, call.extents)
-            if call.ordered.get(False):
-                known = _on_its_path(known, call)
+            if call.ordered.get(False) or call.prepared.on_host and call.prepared.orderable:
+                known = _on_its_path(known, call, values)
             call.forward = known
         if spec.leaves:
             dtypes = dict(zip(spec.leaves, map(_dtype_of, spec.leaves.values())))
@@ -490,12 +490,16 @@ def _pull_back_each(
     return to_initial, to_tensors
 
 
-def _on_its_path(known: ForwardCall, call: BoundCall) -> ForwardCall:
-    """With the order in which a product ran as several statements."""
+def _on_its_path(known: ForwardCall, call: BoundCall, values: Mapping[str, Value]) -> ForwardCall:
+    """With the order in which a product ran, as several statements or as a graph of dense ones."""
     terms = call.prepared.problem.terms
     if len(terms) != 1:
         return known
-    path = tuple(one.stage.positions for one in call.ordered[False])
+    path = tuple(one.stage.positions for one in call.ordered.get(False, ()))
+    if not path:
+        from insum.graph.value import order_of_dense
+
+        path = order_of_dense(call.problem(values))
     return replace(known, path=path, factors=tuple(map(str, operands_of(terms[0]))))
 
 
