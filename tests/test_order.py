@@ -25,6 +25,7 @@ from insum.call.filled import FilledBuffers
 from insum.call.prepared import BoundStage, kinds_of, prepare
 from insum.call.request import Form, request_of
 from insum.call.stages import Stage, layouts_of, stages_of
+from insum.lang.bind import Problem
 from insum.lang.expr import accesses, tensors_of, variables
 from insum.lang.parser import parse
 from insum.ops import eager
@@ -54,6 +55,11 @@ def eager_splits(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(order, name, 0)
     monkeypatch.setattr("insum.call.prepared._forms", {})
     monkeypatch.setattr("insum.call.lookup._fronts", {})
+
+
+def on_a_gpu(problem: Problem) -> Problem:
+    """As it would be decided on there."""
+    return replace(problem, device=torch.device("cuda"))
 
 
 def described(shapes: Mapping[str, tuple[int, ...]], indices: str = "") -> dict[str, Tensor]:
@@ -481,7 +487,7 @@ def test_halves_are_added_up_in_single_precision_on_a_gpu(dtype: torch.dtype) ->
     def found(statement: str, rows: int | None, *names: str) -> tuple[Stage, ...]:
         request = request_of(statement, rows and (rows, 64), None, ())
         problem = request.bind({name: given[name] for name in names})
-        return stages_of(replace(problem, device=torch.device("cuda")), request.form)
+        return stages_of(on_a_gpu(problem), request.form)
 
     first, last = found("Y[dst[e],h] = M[e,f] * W[f,h]", N, "M", "W", "dst")
     assert (first.form.dtype, last.form.dtype) == (torch.float32, dtype)
@@ -513,7 +519,7 @@ def test_numbers_are_gathered_or_spread_apart_from_a_product(
         }
         out_shape = {"D": (16,)}.get(statement[0], (side, side))
         request = request_of(statement, out_shape, None, ())
-        problem = replace(request.bind(values), device=torch.device("cuda"))
+        problem = on_a_gpu(request.bind(values))
         assert texts(stages_of(problem, request.form)) == want
 
 
@@ -523,7 +529,7 @@ def test_numbers_are_gathered_apart_from_a_product_that_is_scaled(dtype: torch.d
     values = described({"X": (1024, 1024), "q": (1024, 1024), "c": (16,), "s": (1024,)}, "q")
     given = {n: v.to(dtype) if v.is_floating_point() else v for n, v in values.items()}
     request = request_of("Y[b,o] = X[b,i] * c[q[i,o]] * s[o]", None, None, ())
-    problem = replace(request.bind(given), device=torch.device("cuda"))
+    problem = on_a_gpu(request.bind(given))
     assert texts(stages_of(problem, request.form)) == [
         "c_s[c0,o] = c[c0] * s[o]",
         "c_s_1[i,o] = c_s[q[i,o],o]",
@@ -536,7 +542,7 @@ def test_tiny_matrices_are_not_left_to_a_library() -> None:
     for side, left in ((3, False), (64, True)):
         shapes = {"A": (4096, side, side), "B": (4096, side, side)}
         problem = bound("Y[n,i,k] = A[n,i,j] * B[n,j,k]", described(shapes))
-        problem = replace(problem, device=torch.device("cuda"))
+        problem = on_a_gpu(problem)
         sizes = {"n": 4096, "i": side, "j": side, "k": side}
         assert is_batch_left_to_library(problem, sizes, accumulates=False) == left
 
@@ -570,7 +576,7 @@ def test_places_along_a_diagonal_are_a_variable_of_a_product(
         values = {name: found.to(dtype) for name, found in described(used).items()}
         (shape,) = (size for name, size in shapes.items() if name not in used)
         request = request_of(text, shape, None, ())
-        problem = replace(request.bind(values), device=torch.device("cuda"))
+        problem = on_a_gpu(request.bind(values))
         stages = stages_of(problem, request.form)
         assert texts(stages) == [one.replace("END", str(side - 1)) for one in want]
         if want and "S_1" in want[0]:  # nothing is added up in what is moved
@@ -610,7 +616,7 @@ def test_what_is_computed_of_rows_is_computed_once(columns: int, count: int) -> 
     values = described({**EDGES, "W": (128, columns)}, "s t")
     given = {n: v.half() if v.is_floating_point() else v for n, v in values.items()}
     request = request_of("y[e,o] = relu(x[s[e],c] + z[t[e],c]) * W[c,o]", None, None, ())
-    problem = replace(request.bind(given), device=torch.device("cuda"))
+    problem = on_a_gpu(request.bind(given))
     stages = stages_of(problem, request.form)
     assert len(stages) == count
     if stages:
@@ -665,7 +671,7 @@ def test_a_pattern_is_no_code_book() -> None:
     shapes |= dict.fromkeys(("I", "J", "K"), (90,))
     values = described(shapes, "I J K")
     request = request_of("Z[e,I[p],u] = V[p] * X[e,J[p],u] * Y[e,K[p]]", (40_000, 9, 64), None, ())
-    problem = replace(request.bind(values), device=torch.device("cuda"))
+    problem = on_a_gpu(request.bind(values))
     assert not stages_of(problem, request.form)
 
 
@@ -1220,7 +1226,7 @@ def test_dense_factors_whose_sides_no_tile_divides(name: str, dtype: torch.dtype
         for access in accesses(parsed.value)
     }
     request = request_of(statement, None, None, ())
-    problem = replace(request.bind(values), device=torch.device("cuda"))
+    problem = on_a_gpu(request.bind(values))
     found = stages_of(problem, request.form, layouts=layouts_of(problem, values))
     paths = [stage.positions for stage in found if stage.positions]
     assert paths == ([] if first is None else [first, (0, 1)])
@@ -1264,7 +1270,7 @@ def test_gradients_of_a_graph_go_its_way(
     wanted = torch.autograd.grad(want.square().sum(), leaves)
     run = _watch_fills(monkeypatch)
     for least in (math.inf, 0):
-        monkeypatch.setattr("insum.graph.value.LEAST_REVERSED", least)
+        monkeypatch.setattr("insum.host.gradient_order.LEAST_REVERSED", least)
         found = insum.insum(text, **given)
         gradients = torch.autograd.grad(found.square().sum(), leaves)
         for one, other in zip((found, *gradients), (want, *wanted), strict=True):

@@ -338,8 +338,8 @@ class BoundCall:
     """A call of certain sizes and strides."""
 
     __slots__ = (
-        *("_problem", "ordered", "_uses", "based", "checked", "count", "derived", "extents"),
-        *("forward", "fused", "graphs", "joints", "little", "lowerings", "prepared", "ranges"),
+        *("_problem", "_uses", "based", "checked", "count", "derived", "extents", "forward"),
+        *("fused", "graphs", "joints", "little", "lowerings", "ordered", "prepared", "ranges"),
         *("recorded", "shape", "sizes", "spans", "waits"),
     )
 
@@ -366,6 +366,7 @@ class BoundCall:
         self._uses: tuple[Use, ...] | None = None
         #: Of the indexed dimensions that have a point, the least and the largest value.
         self.ranges: tuple[tuple[str, int, int], ...] = ()
+        #: What `staged` has found, by whether the call is in place.
         self.ordered: dict[bool, tuple[BoundStage, ...]] = {}
         self.fused: FusedCall | None = (
             prepared.fused_call(spans, shape, extents) if prepared.is_fused else None

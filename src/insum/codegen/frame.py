@@ -294,7 +294,7 @@ class Frame:
         to be seen to be.
         """
         size, plan = self.size(var), self.plan
-        known = isinstance(size, Operation) and self.reads_along(var)
+        known = isinstance(size, Operation) and self.walks_memory(var)
         if known or plan.wide or plan.roles.dot:
             self.vars[var] = self.assign(0, f"{var}_i", place % size)
             return self.assign(0, name, place // size)
@@ -303,7 +303,8 @@ class Frame:
         self.vars[var] = self.assign(0, f"{var}_i", place - found * size)
         return found
 
-    def reads_along(self, var: str) -> bool:
+    def walks_memory(self, var: str) -> bool:
+        """Whether what is read or written lies along a variable."""
         return contiguity((*self.plan.factors, self.plan.target), var) > 0
 
     def row_axis(self) -> None:

@@ -151,7 +151,7 @@ class _Remaining:
         steps = _volume(mine, extents)
         if rest or _is_interleaved(self.kept, self.factors[a], self.factors[b]):
             steps += WRITING * _volume(product, extents)
-        if _is_of_many_vectors(self.factors[a], self.factors[b], product):
+        if is_of_vectors(self.factors[a], self.factors[b], product):
             steps += WRITING * _volume(mine, extents)
         for one, other in ((a, b), (b, a)):
             if self.given[one] and _is_moved(self.factors[one], self.factors[other], product):
@@ -184,15 +184,12 @@ def _is_moved(factor: tuple[str, ...], other: tuple[str, ...], product: tuple[st
     return _is_apart(kinds)
 
 
-def _is_of_many_vectors(
-    one: tuple[str, ...], other: tuple[str, ...], product: tuple[str, ...]
-) -> bool:
+def is_of_vectors(one: Sequence[str], other: Sequence[str], kept: Sequence[str]) -> bool:
     """Whether a matrix product would be one of a vector for each place of what both factors have:
-    they are multiplied number by number then, and summed.
+    one of them has no other variables than the other, of which some are kept and some are summed.
     """
-    both = {*one} & {*other}
-    own = all({*factor} - both for factor in (one, other))
-    return not own and bool(both & {*product}) and bool(both - {*product})
+    small, large = sorted(({*one}, {*other}), key=len)
+    return small <= large and bool(small - {*kept}) and bool(small & {*kept})
 
 
 def _is_interleaved(result: tuple[str, ...], one: tuple[str, ...], other: tuple[str, ...]) -> bool:

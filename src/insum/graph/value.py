@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from insum.errors import DtypeError, UnsupportedError
-from insum.graph.contraction import Pair, cheapest, saved_by_reversing
+from insum.graph.contraction import Pair, cheapest, is_of_vectors
 from insum.graph.gather import AccessReader
 from insum.graph.matmul import stored_order
 from insum.graph.nodes import GraphValue
@@ -86,9 +86,6 @@ def meeting_dtype(problem: Problem) -> torch.dtype:
     return torch.promote_types(computed_in(problem.dtype), computed_in(value))
 
 
-#: Points of a product from which gradients are worth statements of their own, and the share of
-#: steps that is to be saved.
-LEAST_REVERSED, CLEARLY_SAVED = 2**24, 0.2
 #: Up to so many summed places, many small vectors are multiplied and summed rather than contracted;
 #: and numbers of an innermost dimension up to which moving everything takes less time, measured.
 MOST_SUMMED, SHORT_INSIDE = 64, 2
@@ -456,8 +453,7 @@ class Evaluator:
         """
         if self.problem.device.type != "cpu" or len(factors) != 2:
             return False
-        small, large = sorted((set(f.vars) for f in factors), key=len)
-        return small <= large and bool(small - set(kept)) and bool(small & set(kept))
+        return is_of_vectors(factors[0].vars, factors[1].vars, kept)
 
     def _is_pointwise(self, factors: list[GraphValue], kept: tuple[str, ...]) -> bool:
         """Whether a CPU has nothing to sum, nor to make larger, which einsum takes a while to find
@@ -517,32 +513,6 @@ class Evaluator:
         """What contributions start from, in the accumulator's dtype."""
         value = identity(self.problem.statement.operator, self.problem.dtype)
         return int(value) if isinstance(value, bool) else value
-
-
-def order_of_dense(problem: Problem) -> tuple[Pair, ...]:
-    """In which order the graph multiplies three dense factors and more, where gradients are better
-    off going the same way; nothing of others.
-    """
-    (term,) = problem.terms
-    factors = [f for f in term.factors if not isinstance(f, Number)]
-    names = [plain_order(f) for f in (problem.statement.target, *factors)]
-    sizes = [n for n in problem.extents.values() if isinstance(n, int)]
-    if len(factors) < 3 or None in names or len(sizes) < len(problem.extents):
-        return ()
-    if math.prod(sizes) < LEAST_REVERSED:
-        return ()
-    kept, *own = (one or () for one in names)
-    pairs = best_order(problem, tuple(own), kept)
-    saved = saved_by_reversing(own, kept, problem.extents, pairs)
-    return pairs if saved >= CLEARLY_SAVED else ()
-
-
-def plain_order(access: Expr) -> tuple[str, ...] | None:
-    """The variables of an access that has nothing else, and each once."""
-    if not isinstance(access, Access):
-        return None
-    found = tuple(index.var for index in access.indices if index.var is not None)
-    return found if len({*found}) == len(access.indices) else None
 
 
 def best_order(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from insum.graph.value import meeting_dtype
 from insum.host.arguments import HostCall
-from insum.host.diagonals import MOST_PLACES, Diagonals, diagonals_of, odd_index
+from insum.host.diagonals import MOST_PLACES, Diagonals, diagonals_of
 from insum.host.operations import lower_on_host
 from insum.host.parts import SubProblem
 from insum.host.roles import as_tensor, cast
@@ -31,6 +31,7 @@ from insum.lang.expr import (
     fresh,
     index_of,
     names_of,
+    odd_index,
     product,
     variables,
 )

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,14 +28,21 @@ from insum.host.operations import lower_on_host
 from insum.host.parts import SubProblem, is_finite, sub_problem, tensor_kind
 from insum.host.roles import FLOATS, cast, plain_variables
 from insum.lang.bind import Problem
-from insum.lang.expr import Access, Expr, Var, accesses, fresh, index_of, names_of, variables
+from insum.lang.expr import (
+    Access,
+    Expr,
+    accesses,
+    fresh,
+    index_of,
+    names_of,
+    odd_index,
+    variables,
+)
 from insum.lang.problem import Kind
 
 #: How many times more places there may be than one point counts, how many multiplications for each
 #: number that is moved pay for it, and points of a statement that is worth it.
 MOST_PLACES, LEAST_REUSE, LEAST_POINTS = 2.5, 8, 1 << 16
-#: A variable of an index, and by how much it counts.
-VarTerm: TypeAlias = tuple[int, Var]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,19 +154,6 @@ def _diagonals(problem: Problem, holders: Sequence[Access]) -> Iterator[_Diagona
         if abs(a) == 1 and few and count + by >= 0:
             offset = index.offset if a == 1 else count - 1 - index.offset
             yield _Diagonal(holder, dim, across.name, along.name, by, offset, count, a < 0)
-
-
-def odd_index(holders: Sequence[Access]) -> Iterator[tuple[int, int, VarTerm, VarTerm]]:
-    """The only index that is more than a variable, where it is of two: of which access, along which
-    dimension, and its terms in both orders.
-    """
-    odd = [(k, d) for k, h in enumerate(holders) for d, i in enumerate(h.indices) if i.var is None]
-    terms = holders[odd[0][0]].indices[odd[0][1]].terms if len(odd) == 1 else ()
-    found = [(by, atom) for by, atom in terms if isinstance(atom, Var)]
-    if len(found) == len(terms) == 2:
-        ((at, dim),), (first, second) = odd, found
-        yield at, dim, first, second
-        yield at, dim, second, first
 
 
 def _by_places(

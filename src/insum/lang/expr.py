@@ -10,7 +10,7 @@ Expr        Access | Number | Call | Product | Sum
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -399,6 +399,23 @@ def _substitute_index(index: Affine, change: Mapping[str, Affine]) -> Affine:
             inner = substitute(atom, change) if isinstance(atom, Access) else atom
             terms.append((coefficient, inner))  # type: ignore[arg-type]
     return affine(terms, offset)
+
+
+#: A variable of an index, and by how much it counts.
+VarTerm: TypeAlias = tuple[int, Var]
+
+
+def odd_index(holders: Sequence[Access]) -> Iterator[tuple[int, int, VarTerm, VarTerm]]:
+    """The only index that is more than a variable, where it is of two: of which access, along which
+    dimension, and its terms in both orders.
+    """
+    odd = [(k, d) for k, h in enumerate(holders) for d, i in enumerate(h.indices) if i.var is None]
+    terms = holders[odd[0][0]].indices[odd[0][1]].terms if len(odd) == 1 else ()
+    found = [(by, atom) for by, atom in terms if isinstance(atom, Var)]
+    if len(found) == len(terms) == 2:
+        ((at, dim),), (first, second) = odd, found
+        yield at, dim, first, second
+        yield at, dim, second, first
 
 
 def fresh(wanted: str, taken: set[str]) -> str:

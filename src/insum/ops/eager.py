@@ -497,9 +497,9 @@ def _on_its_path(known: ForwardCall, call: BoundCall, values: Mapping[str, Value
         return known
     path = tuple(one.stage.positions for one in call.ordered.get(False, ()))
     if not path:
-        from insum.graph.value import order_of_dense
+        from insum.host.gradient_order import order_for_gradients  # takes a while to import
 
-        path = order_of_dense(call.problem(values))
+        path = order_for_gradients(call.problem(values))
     return replace(known, path=path, factors=tuple(map(str, operands_of(terms[0]))))
 
 

@@ -163,8 +163,10 @@ class Derived:
     def along(self, of: ForwardCall, call: BoundCall, arguments: Mapping[str, Any]) -> BoundCall:
         """The call along the path of what it is derived from, where that is a good one."""
         form = self.kinds.form
+        if form.optimize != AUTO:
+            return call
         path = call.prepared.path_along(call, arguments, of.path, of.factors)
-        if not path or form.optimize != AUTO:
+        if not path:
             return call
         return kinds_of(replace(form, optimize=optimize_text(path))).find(arguments, call.sizes)
 

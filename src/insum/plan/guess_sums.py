@@ -343,12 +343,11 @@ def _any_other(tile: SummedTile) -> Config:
     if plan.strategy == "atomic" and k > 1 and n * k <= SMALL_SUMS:
         # matrices of entries: a program waits for its sums, and small ones for less
         return Config(m=min(m, SMALL_SUMS // (n * k)), n=n, k=k, warps=2, stages=1)
-    values = 1024 if k == 1 and n >= 64 and row_bytes(plan) >= 4 else 2048
-    m = min(m, max(1, values // (n * k)))
-    # what is found for a row is found by every thread that has a part of it: for many parts; but
-    # what only passes by takes as many threads as there are
-    passes = values != 1024 or row_bytes(plan) != 4 or _reads_every_place(plan)
-    few = plan.strategy == "store" and not passes
+    width = row_bytes(plan) if k == 1 and n >= 64 else 0
+    m = min(m, max(1, (1024 if width >= 4 else 2048) // (n * k)))
+    # every thread finds out anew where its row lies, so that few have many places of it each; what
+    # only passes by takes as many threads as there are
+    few = width == 4 and plan.strategy == "store" and not _reads_every_place(plan)
     return Config(m=m, n=n, k=k, warps=2 if few else 4, stages=1 if k == 1 else 2)
 
 

@@ -211,8 +211,8 @@ def _is_clear(found: Ordered, together: Ordered, term: Term) -> bool:
     least = WORTH_ON_A_CPU if term.on_cpu else WORTH_A_CALL
     if len(term.factors) == 2 and together.cost - found.cost < least:
         return False
-    along = diagonal_of(term.target, term.factors) is not None
-    large = found.buffered > arguments * (DIAGONAL if along else 1) and not term.uneven
+    most = arguments * (1 if term.diagonal is None else DIAGONAL)
+    large = found.buffered > most and not term.uneven
     return found.cost * (BY_FAR if large else _clearly(term)) <= together.cost
 
 

@@ -17,10 +17,10 @@ from insum.lang.expr import (
     Access,
     Affine,
     Expr,
-    Var,
     accesses,
     fresh,
     index_of,
+    odd_index,
     rewrite,
     variables,
 )
@@ -90,6 +90,13 @@ class Term:
         sides = [set(variables(f)) for f in self.factors]
         pairs = itertools.permutations(sides, 2)
         return len(sides) > 2 and not any(one <= other for one, other in pairs)
+
+    @property
+    def diagonal(self) -> Affine | None:
+        """An index that counts along a diagonal, as distances do: its places are a variable of
+        their own, by which a product is one of matrices.
+        """
+        return diagonal_of(self.target, self.factors)
 
     @property
     def started(self) -> int:
@@ -173,9 +180,7 @@ class StepBuilder:
             picks_numbers(part) or plain_variables(part) is not None
             for part in (term.target, *term.factors)
         )
-        #: An index that counts along a diagonal, as distances do: its places are a variable of
-        #: their own, by which a product is one of matrices.
-        self.diagonal = diagonal_of(term.target, term.factors)
+        self.diagonal = term.diagonal
         self.start = StepState(
             term.target, tuple(StepFactor(1 << k, f) for k, f in enumerate(term.factors))
         )
@@ -485,26 +490,24 @@ def diagonal_of(target: Access, factors: Sequence[Expr]) -> Affine | None:
     if len(factors) != 2 or not all(isinstance(f, Access) for f in factors):
         return None
     parts: list[Access] = [target, *factors]  # type: ignore[list-item]
-    found = [(k, i) for k, part in enumerate(parts) for i in part.indices if i.var is None]
-    if len(found) != 1:
-        return None
-    ((place, index),) = found
-    steps = {atom.name: by for by, atom in index.terms if isinstance(atom, Var)}
-    both = [k for k in range(3) if k != place and {*steps} <= {*variables(parts[k])}]
-    if len(steps) != 2 or len(index.terms) != 2 or len(both) != 1:
-        return None
-    (other,) = (parts[k] for k in range(3) if k not in (place, *both))
-    beside = {*variables(other), *(i.var for i in parts[place].indices)}
-    moved = [v for v, by in steps.items() if v not in beside and abs(by) == 1]
-    if not moved:
-        return None
-    walked = index_of("#")  # which no statement can spell
-    replaced = {place: index, both[0]: index_of(moved[-1])}
-    opened = [
-        replace(part, indices=tuple(walked if i == replaced.get(k) else i for i in part.indices))
-        for k, part in enumerate(parts)
-    ]
-    return index if is_product_of_matrices(opened[0], *opened[1:]) else None
+    for at, dim, (by, moved), (_, kept) in odd_index(parts):
+        index, others = parts[at].indices[dim], [k for k in range(3) if k != at]
+        both = [k for k in others if {moved.name, kept.name} <= {*variables(parts[k])}]
+        beside = {v for k in others if k not in both for v in variables(parts[k])}
+        beside |= {i.var for i in parts[at].indices if i.var is not None}
+        if abs(by) != 1 or len(both) != 1 or moved.name in beside:
+            continue
+        walked = {at: index, both[0]: index_of(moved.name)}
+        opened = [_walked(part, walked.get(k)) for k, part in enumerate(parts)]
+        if is_product_of_matrices(opened[0], *opened[1:]):
+            return index
+    return None
+
+
+def _walked(part: Access, index: Affine | None) -> Access:
+    """With a variable that no statement can spell for the places of an index."""
+    found = tuple(index_of("#") if one == index else one for one in part.indices)
+    return replace(part, indices=found)
 
 
 def reading_indices(factor: Expr) -> Iterator[Affine]:
