@@ -289,17 +289,32 @@ def test_few_windows_are_summed_by_several_threads_each() -> None:
     assert one.k > 1
 
 
-@pytest.mark.parametrize(("columns", "n"), [(64, 64), (72, 32), (300, 64), (1000, 128)])
-def test_sums_down_columns_put_no_threads_together(columns: int, n: int) -> None:
+@pytest.mark.parametrize(("columns", "n"), [(64, 512), (73, 128), (300, 512)])
+def test_sums_of_places_put_no_threads_together(columns: int, n: int) -> None:
+    """Whatever the width: places of several rows are walked as one."""
     (one,) = chosen("y[a,c] max= x[a,b,c]", x=drawn(4096, 32, columns))
-    assert (one.m, one.n, one.k, one.warps) == (1, n, 1, 1)
+    assert (one.m, one.n, one.k, one.warps, one.stages) == (1, n, 1, 4, 4)
+
+
+def test_sums_down_long_columns_put_no_threads_together() -> None:
+    (one,) = chosen("y[a,c] max= x[a,b,c]", x=drawn(4096, 32, 1000))
+    assert (one.m, one.n, one.k, one.warps) == (1, 128, 1, 1)
+
+
+def test_few_sums_have_programs_enough() -> None:
+    """Several threads each, and no more of them in a tile than leave work for the others."""
+    few = drawn(17, 100, 200, dtype=torch.float32)
+    (one,) = chosen("y[a,c] = x[a,b,c]", x=few)
+    assert one.m == 1 and one.n <= 32 and one.n * one.k == 1024
+    (along,) = chosen("y[c,a] = x[c,a,b]", x=drawn(8, 256, 500))
+    assert along.m == 1 and along.n <= 8 and along.k >= 256
 
 
 def test_rows_that_are_gathered_number_by_number_stay_in_the_cache() -> None:
     values = {"x": drawn(9000, 500), "q": drawn(400, below=500)}
     (whole,) = chosen("y[i,j] = x[i,q[j]]", **values)
     (gathered,) = chosen("y[i,j] = x[p[i],q[j]]", p=drawn(9000, below=9000), **values)
-    assert (whole.m, whole.n) == (4, 512) and (gathered.m, gathered.n) == (1, 512)
+    assert (whole.n, whole.warps) == (512, 4) and (gathered.n, gathered.warps) == (512, 2)
     lists = drawn(400, 8, below=500)
     (one,) = chosen("y[i,j] = x[i,q[j,k]]", x=values["x"], q=lists)
     assert (one.m, one.n, one.k, one.warps) == (2, 256, 4, 8)
@@ -403,9 +418,10 @@ def test_an_entry_of_an_odd_width_is_one_step() -> None:
 
 STORED = {
     "an index each": ("y[b,k] = x[b,t[b,k]]", {"x": (9000, 700), "t": (9000, 336)}, 4),
-    "an index for many": ("y[b,k] = x[b,t[k]]", {"x": (9000, 700), "t": (336,)}, 16),
-    "rows": ("y[p,f] = x[t[p],f]", {"x": (9000, 75), "t": (60_000,)}, 16),
-    "pairs": ("y[i,j,f] = x[i,f] * z[j,f]", {"x": (465, 40), "z": (600, 40)}, 16),
+    "an index for many": ("y[b,k] = x[b,t[k]]", {"x": (9000, 700), "t": (336,)}, 4),
+    "rows": ("y[p,f] = x[t[p],f]", {"x": (9000, 75), "t": (60_000,)}, 4),
+    "pairs": ("y[i,j,f] = x[i,f] * z[j,f]", {"x": (465, 40), "z": (600, 40)}, 8),
+    "long rows": ("y[p,f] = x[t[p],f]", {"x": (9000, 875), "t": (60_000,)}, 16),
     "all of a matrix": ("y[i,j] = x[i,j] * z[j]", {"x": (9000, 1435), "z": (1435,)}, 8),
 }
 

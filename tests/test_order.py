@@ -1278,3 +1278,73 @@ def test_gradients_of_a_graph_go_its_way(
         assert sorted(run) == ([] if least else fills)
         monkeypatch.setattr("insum.call.prepared._forms", {})
         monkeypatch.setattr("insum.call.lookup._fronts", {})
+
+
+#: What is summed by itself, or before it is scattered, and what is not.
+SUMMED_FIRST: dict[str, tuple[dict[str, tuple[int, ...]], str, list[str]]] = {
+    "y[b,c,d] = F[b,c,d] * G[a,b,d]": (
+        {"F": (96, 256, 12), "G": (128, 96, 12)},
+        "",
+        ["G_1[b,d] = G[a,b,d]", "y[b,c,d] = F[b,c,d] * G_1[b,d]"],
+    ),
+    "y[c,d,e] = F[b,c,e] * G[a,d,e]": (
+        {"F": (9, 65, 65), "G": (32, 64, 65)},
+        "",
+        ["F_1[c,e] = F[b,c,e]", "G_1[d,e] = G[a,d,e]", "y[c,d,e] = F_1[c,e] * G_1[d,e]"],
+    ),
+    "y[a,T[d]] = F[a,b,c,d] * G[a,c,d]": (
+        {"F": (65, 17, 32, 200), "G": (65, 32, 200), "T": (200,)},
+        "T",
+        ["F_G[a,d] = F[a,b,c,d] * G[a,c,d]", "y[a,T[d]] = F_G[a,d]"],
+    ),
+    "y[T[b],c] = F[a,b,c]": (
+        {"F": (900, 64, 96), "T": (64,)},
+        "T",
+        ["F_1[b,c] = F[a,b,c]", "y[T[b],c] = F_1[b,c]"],
+    ),
+    # one number for each entry and place, as in a convolution: sums are short beside it
+    "y[T[p],n] = F[p,k] * W[k,n]": (
+        {"F": (40_000, 64), "W": (64, 64), "T": (40_000,)},
+        "T",
+        [],
+    ),
+    "y[T[p],n] = w[p] * F[J[p],n]": (
+        {"F": (9000, 64), "w": (90_000,), "J": (90_000,), "T": (90_000,)},
+        "T J",
+        [],
+    ),
+    # the matrix of an entry lies together
+    "y[T[p],n] = F[p,k,n] * w[p,k]": (
+        {"w": (900, 64), "F": (900, 64, 96), "T": (900,)},
+        "T",
+        [],
+    ),
+    # little is saved
+    "y[b,d] = F[b,d] * G[a,b]": ({"F": (90, 30), "G": (20, 90)}, "", []),
+}
+
+
+@pytest.mark.parametrize("statement", SUMMED_FIRST)
+def test_what_is_summed_before_all_else(statement: str) -> None:
+    shapes, indices, want = SUMMED_FIRST[statement]
+    for dtype in (torch.float32, torch.float16):
+        values = {
+            name: found if name in indices.split() else found.to(dtype)
+            for name, found in described(shapes, indices).items()
+        }
+        shape = None
+        if indices:
+            shape = (65, 200) if "[a,T" in statement else (9000, shapes["F"][-1])
+        request = request_of(statement, shape, None, ())
+        found = stages_of(on_a_gpu(request.bind(values)), request.form)
+        assert texts(found) == want
+        # a sum may be too large for half precision where that of the whole is not
+        assert all(stage.form.dtype == torch.float32 for stage in found[:-1])
+
+
+def test_an_order_of_many_indices_is_found() -> None:
+    """On a CPU, where nothing is summed first: buffers of buffers have no end."""
+    values = described({"A": (9,), "B": (16, 100), "C": (9,), "J": (2000,), "T": (2000,)}, "J T")
+    request = request_of("y[a,T[c]] = A[a] * B[J[c],b] * C[a]", (9, 2000), None, ())
+    problem = replace(request.bind(values), device=torch.device("cpu"))
+    assert stages_of(problem, request.form) == ()

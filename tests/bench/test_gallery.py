@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
+import random
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
-from insum.bench import gallery, main, survey, sweep
+from insum.bench import gallery, main, survey, surveyed_random, sweep
+from insum.bench.data import RandomTensors
 from insum.bench.options import BenchOptions
 from insum.bench.records import FORWARD
 from insum.errors import BenchError
@@ -35,6 +38,24 @@ def test_every_statement_is_right(benchmark: ModuleType) -> None:
         names.append((case.name, case.direction))
     assert len({name for name, _ in names}) >= 24
     assert any(direction != FORWARD for _, direction in names)
+
+
+def test_statements_that_nobody_wrote() -> None:
+    """Are right, and so are their rivals; the same seed draws the same."""
+    from insum.bench.measure import TOLERANCE, relative_error
+
+    draw = RandomTensors(torch.device("cpu"))
+    found = list(itertools.islice(surveyed_random.exhibits(draw, 5, 2**12), 40))
+    again = itertools.islice(surveyed_random.exhibits(draw, 5, 2**12), 40)
+    assert [one.name for one in found] == [one.name for one in again]
+    assert len({one.statement for one in found}) > 30
+    for exhibit in found:
+        (want,) = exhibit.want(FORWARD)
+        assert relative_error((exhibit.ours(),), (want,)) <= TOLERANCE[torch.float32], exhibit.name
+    rng = random.Random(1)
+    for one in (surveyed_random.drawn(rng, 2**10) for _ in range(20)):
+        values = one.tensors(RandomTensors(torch.device("cpu"), torch.float64))
+        assert torch.allclose(one.by_points(**values), one.by_einsum(**values))
 
 
 def test_a_section_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

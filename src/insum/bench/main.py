@@ -169,6 +169,12 @@ def _add_cases(made: argparse.ArgumentParser) -> None:
         help="of survey: sizes drawn around those that are named, so that nobody tuned for them",
     )
     made.add_argument(
+        "--random",
+        type=int,
+        metavar="SEED",
+        help="of survey: statements that nobody wrote, of sizes that nobody chose",
+    )
+    made.add_argument(
         "--dtypes", default="", help="fp32,fp16,bf16 (default: the paper's for each benchmark)"
     )
     made.add_argument(
@@ -271,6 +277,7 @@ def options_of(asked: argparse.Namespace) -> BenchOptions:
         not asked.no_slow,
         skip,
         asked.drawn,
+        asked.random,
     )
 
 

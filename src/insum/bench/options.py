@@ -28,6 +28,7 @@ class BenchOptions:
     slow: bool = True  # rivals that take long to set up
     skip: tuple[str, ...] = ()  # rivals to leave out: parts of their names
     drawn: int | None = None  # a seed: sizes are drawn around those that are named
+    random: int | None = None  # a seed: statements are drawn
 
     @property
     def gpu(self) -> bool:

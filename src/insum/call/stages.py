@@ -37,7 +37,14 @@ from insum.lang.expr import (
 )
 from insum.lang.types import Typed, accumulator, infer, is_rounded, promoted
 from insum.plan.library import HALVES
-from insum.plan.order import CannotOrder, Ordered, Path, is_worth_an_order, ordered
+from insum.plan.order import (
+    CannotOrder,
+    Ordered,
+    Path,
+    adds_up_first,
+    is_worth_an_order,
+    ordered,
+)
 from insum.plan.path import NEVER, is_path, operands_of, wish_of
 from insum.plan.reversed_path import reversed_path
 from insum.plan.sizes import MemoryLayout, layout_of, typical
@@ -92,18 +99,19 @@ def is_orderable(problem: Problem, form: Form) -> bool:
         and problem.dtype != torch.bool
         and len(problem.terms) <= MOST_TERMS
         and (
-            is_path(form.optimize)
-            or any(_may_have_orders(term, problem.statement.target) for term in problem.terms)
+            is_path(form.optimize) or any(_may_have_orders(problem, term) for term in problem.terms)
         )
     )
 
 
-def _may_have_orders(term: expand.ProductTerm, target: Access) -> bool:
-    """Three and more factors may; two where that may ever pay: others are not asked at each
+def _may_have_orders(problem: Problem, term: expand.ProductTerm) -> bool:
+    """Three and more factors may; fewer where that may ever pay: others are not asked at each
     call.
     """
-    operands = operands_of(term)
-    return len(operands) >= 3 or len(operands) == 2 and is_worth_an_order(target, *operands)
+    operands, target = operands_of(term), problem.statement.target
+    if len(operands) >= 3 or len(operands) == 2 and is_worth_an_order(target, *operands):
+        return True
+    return problem.device.type != "cpu" and adds_up_first(target, operands)
 
 
 def is_copyable(problem: Problem, form: Form) -> bool:
@@ -212,7 +220,7 @@ class _Chosen:
     def path(self, term: expand.ProductTerm, wish: str | Path) -> Ordered | None:
         operands = operands_of(term)
         asked = not isinstance(wish, str)
-        if not asked and not _may_have_orders(term, self.problem.statement.target):
+        if not asked and not _may_have_orders(self.problem, term):
             return None
         if infer(term.value, self.types).dtype == torch.bool:
             return None
@@ -294,7 +302,13 @@ class _StageWriter:
                 continue
             places |= path.places
             dtype = self.dtype_of(term)
-            stages += [self.filling(step, dtype, places) for step in path.steps[:-1]]
+            last = path.steps[-1].factors
+            for step in path.steps[:-1]:
+                # what is left to be scattered is summed up to then
+                sums = len(last) == 1 and step.target.tensor in {
+                    a.tensor for a in accesses(last[0])
+                }
+                stages.append(self.filling(step, accumulator(dtype) if sums else dtype, places))
             numbers = [f for f in term.factors if isinstance(f, Number)]
             values.append(product([*numbers, *path.steps[-1].factors]))
             if len(path.steps) > 1:

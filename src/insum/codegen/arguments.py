@@ -138,6 +138,16 @@ def reciprocal_of(size: int) -> int:
     return (shift << 32) + ((1 << 32) * ((1 << shift) - size)) // max(1, size) + 1
 
 
+def reciprocal_text(size: str) -> str:
+    """The same as an expression of Python, without a call of a function of ours.
+
+    >>> [eval(reciprocal_text(str(n))) == reciprocal_of(n) for n in (0, 1, 7, 64, 1000)]
+    [True, True, True, True, True]
+    """
+    shift = f"(shift := max(0, {size} - 1).bit_length())"
+    return f"(({shift} << 32) + ({1 << 32} * ((1 << shift) - {size})) // max(1, {size}) + 1)"
+
+
 def annotation(argument: Argument, *, wide: bool) -> str:
     """The type of an argument where it is no pointer; numbers are then never specialised."""
     match argument:

@@ -207,7 +207,8 @@ class Emitter:
         plain = all(isinstance(one, Assignment) and one.symbol == "=" for one in lines)
         if self.plan.roles.dot or self.plan.segment or config.k > 1 or not plain:
             return 1
-        return config.stages if len(self.frame.counters) == 1 else 1
+        single = len(self.frame.counters) == 1
+        return config.stages if single or self.plan.roles.flat else 1
 
     def loop_body(self) -> list[KernelLine]:
         """Loop-variable definitions, then index loads, then the rest (loads of data and

@@ -9,7 +9,7 @@ construction.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -31,7 +31,6 @@ from insum.codegen.ir import (
     KernelLine,
     Literal,
     Named,
-    Operation,
     Spread,
     Tile,
     TileAxes,
@@ -49,7 +48,6 @@ from insum.codegen.passes import STEP
 from insum.lang.expr import Access, variables
 from insum.plan.config import Config
 from insum.plan.plan import Plan
-from insum.plan.roles import contiguity
 from insum.plan.sizes import power_of_two
 from insum.plan.tiling import whole_entries
 
@@ -61,6 +59,23 @@ REGISTERS = "<registers>"
 #: What is counted by the grid, and unpacked from it: a name, and how many there are.
 GridPart: TypeAlias = tuple[str, Tile]
 PID = Named("pid")
+
+
+#: Neighbouring places of which one is divided by the extents of variables: what a thread stores at
+#: once.
+GROUP = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Places that are walked as one, of several variables.
+
+    Attributes:
+        rests: of each variable, what it and those before it make: places of their own.
+    """
+
+    variables: tuple[str, ...]
+    rests: tuple[Tile, ...]
 
 
 @dataclass
@@ -77,6 +92,7 @@ class Frame:
     )
     vars: dict[str, Tile] = field(default_factory=dict)
     masks: dict[str, Tile] = field(default_factory=dict)  # axis -> in range
+    runs: list[Run] = field(default_factory=list)  # axes of several variables
     loaded: dict[tuple[Access, bool], Tile] = field(default_factory=dict)
     wrapped: dict[tuple[Tile, str, int], Tile] = field(default_factory=dict)
     point_masks: list[tuple[frozenset[str], Tile]] = field(default_factory=list)
@@ -134,9 +150,13 @@ class Frame:
         """The extent of a variable; in units it is known to be a multiple of them, and so are masks
         that compare with it: a condition for loads of several values at once.
         """
-        unit = dict(self.shape.units).get(var, 1)
+        unit = self.unit(var)
         name = self.arg(ExtentArgument(var, unit))
         return name if unit == 1 else name * unit
+
+    def unit(self, var: str) -> int:
+        """What the extent of a variable is known to be a multiple of."""
+        return dict(self.shape.units).get(var, 1)
 
     @property
     def eager(self) -> bool:
@@ -282,30 +302,65 @@ class Frame:
             self.vars[variables_[0]] = flat
             return
         first, *others = variables_
-        rest: Tile = flat
-        for depth, var in enumerate(reversed(others)):
-            rest = self.divided(rest, var, f"{low}_rest{depth}")
-        self.vars[first] = self.assign(0, f"{first}_i", rest)
+        rests: list[Tile] = [flat]
+        if self.in_groups(others[-1], length):
+            self.divided_in_groups(flat, others, rests)
+        else:
+            together = min(length, self.unit(others[-1]))
+            for depth, var in enumerate(reversed(others)):
+                name = f"{low}_rest{depth}"
+                rests.append(self.divided(rests[-1], var, name, together, inner=depth == 0))
+        self.vars[first] = self.assign(0, f"{first}_i", rests[-1])
+        self.runs.append(Run(variables_, tuple(reversed(rests))))
 
-    def divided(self, place: Tile, var: str, name: str) -> Tile:
+    def in_groups(self, inner: str, length: int) -> bool:
+        """Whether rows of places are so many times as long as a few neighbours."""
+        even = self.unit(inner) % GROUP == 0 and length >= self.unit(inner)
+        return even and self.plan.roles.flat and not self.plan.wide
+
+    def divided_in_groups(self, flat: Tile, others: Sequence[str], rests: list[Tile]) -> None:
+        """The variables of places, but for the first, and what is left behind each, where some
+        neighbours are in one row: the first of them is divided for all.
+        """
+        # bits: of a division of signed numbers compilers do not see that neighbours share it
+        place = self.assign(0, "n_first", self.told(flat & -GROUP, GROUP, inner=False))
+        for depth, var in enumerate(reversed(others)):
+            by = self.arg(Reciprocal(var))
+            row = apply("insum_divided", place, by, GROUP, over=flat.axes)
+            row = self.assign(0, f"n_rest{depth}", row)
+            own: Tile = self.assign(0, f"{var}_first", place - row * self.size(var))
+            if depth == 0:
+                own = self.assign(0, f"{var}_place", own + (flat & (GROUP - 1)).grouped())
+            unit = self.unit(var) if depth == 0 else GROUP
+            self.vars[var] = self.assign(0, f"{var}_i", self.told(own, unit, inner=depth == 0))
+            rests.append(row)
+            place = row
+
+    def told(self, value: Tile, unit: int, *, inner: bool) -> Tile:
+        """A value with what compilers do not see: so many neighbours are one row's."""
+        for hint in ["tl.multiple_of", "tl.max_contiguous"] if inner else ["tl.max_constancy"]:
+            value = apply(hint, value, unit, over=value.axes)
+        return value
+
+    def divided(
+        self, place: Tile, var: str, name: str, together: int = 1, *, inner: bool = False
+    ) -> Tile:
         """Places by the extent of a variable, and that variable, what remains. Dividing takes as
         long as a load where it is not known by what, which products of matrices hide, and have no
-        registers to spare for; and what is read along a variable in several values at a time has
-        to be seen to be.
+        registers to spare for. ``together``: so many neighbours are in one row of the ``inner``
+        variable, which is told, for compilers see it of a division alone.
         """
         size, plan = self.size(var), self.plan
-        known = isinstance(size, Operation) and self.walks_memory(var)
-        if known or plan.wide or plan.roles.dot:
+        if plan.wide or plan.roles.dot:
             self.vars[var] = self.assign(0, f"{var}_i", place % size)
             return self.assign(0, name, place // size)
         by = self.arg(Reciprocal(var))
-        found = self.assign(0, name, apply("insum_divided", place, by, over=place.axes))
-        self.vars[var] = self.assign(0, f"{var}_i", place - found * size)
+        found = self.assign(0, name, apply("insum_divided", place, by, together, over=place.axes))
+        rest: Tile = place - found * size
+        if together > 1:
+            rest = self.told(self.assign(0, f"{var}_rest", rest), together, inner=inner)
+        self.vars[var] = self.assign(0, f"{var}_i", rest)
         return found
-
-    def walks_memory(self, var: str) -> bool:
-        """Whether what is read or written lies along a variable."""
-        return contiguity((*self.plan.factors, self.plan.target), var) > 0
 
     def row_axis(self) -> None:
         """Several tasks (pieces of rows) in one tile: each has its start, end and destination."""

@@ -25,11 +25,14 @@ def insum_min(a, b):
 
 """,
     "insum_divided(": '''@triton.jit
-def insum_divided(number, reciprocal):
-    """By what this is the reciprocal of: a product and a shift, for numbers of 31 bits."""
+def insum_divided(number, reciprocal, together: tl.constexpr):
+    """By what this is the reciprocal of: a product and a shift, for numbers of 31 bits, of which
+    so many have one quotient.
+    """
     number = number.to(tl.uint32)
     high = tl.umulhi(number, reciprocal.to(tl.uint32))
-    return ((high + number) >> (reciprocal >> 32).to(tl.uint32)).to(tl.int32)
+    found = (high + number) >> (reciprocal >> 32).to(tl.uint32)
+    return tl.max_constancy(found, together).to(tl.int32)
 
 
 ''',

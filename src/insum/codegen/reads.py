@@ -8,7 +8,7 @@ import math
 import torch
 
 from insum.codegen.arguments import Count, Length, Passed, Stride
-from insum.codegen.frame import Frame
+from insum.codegen.frame import GROUP, Frame, Run
 from insum.codegen.functions import COMPARED, called
 from insum.codegen.ir import (
     Assignment,
@@ -55,6 +55,7 @@ class Reads:
 
     def __init__(self, frame: Frame) -> None:
         self.frame, self.plan = frame, frame.plan
+        self.parts: dict[tuple[str, ...], Tile] = {}
         self.at_first = False  # whether what is read is read at the first entry of a row
 
     def index(self, index: Affine) -> Tile:
@@ -77,16 +78,65 @@ class Reads:
         those along which it repeats itself.
         """
         by_axes: dict[TileAxes, list[Tile]] = {}
+        together, passed = self.walked_together(access, of or access.tensor), 0
         for dim, unit in enumerate(self.units(of or access.tensor)):
-            if of and unit == 0:
+            if of and unit == 0 or dim < passed:
                 continue
-            value = self.place(access, dim)
+            value, passed = together.get(dim) or (self.place(access, dim), dim + 1)
+            last = passed - 1
+            unit = self.units(of or access.tensor)[last]
             if unit != 1:
-                value = value * self.stride(of or access.tensor, dim, unit)
+                value = value * self.stride(of or access.tensor, last, unit)
             by_axes.setdefault(value.axes, []).append(value)
         if not by_axes:
             return as_tile(0)
-        return combine([combine(parts, "+") for parts in by_axes.values()], "+")
+        found = combine([combine(parts, "+") for parts in by_axes.values()], "+")
+        # one by one each would be added to a pointer, which takes several times as long
+        return found.grouped() if self.plan.roles.flat and len(by_axes) == 1 else found
+
+    def walked_together(self, access: Access, tensor: str) -> dict[int, tuple[Tile, int]]:
+        """By the first of several dimensions that an axis of the tile walks as one, and that lie in
+        memory as one: its places, and the dimension behind.
+        """
+        names, joins = [i.var for i in access.indices], dict(self.plan.strides)[tensor].joins
+        found: dict[int, tuple[Tile, int]] = {}
+        for run in self.frame.runs:
+            dim = 0
+            while dim < len(names) - 1:
+                name = names[dim]
+                first = run.variables.index(name) if name in run.variables else -1
+                if first < 0 or first and not self.plan.roles.flat:  # which takes registers
+                    dim += 1
+                    continue
+                end = dim + 1
+                while (
+                    end < len(names)
+                    and joins[end - 1]
+                    and run.variables[first + end - dim : first + end - dim + 1] == (names[end],)
+                ):
+                    end += 1
+                if end - dim > 1:
+                    found[dim] = self.part_of(run, first, first + end - dim), end
+                dim = end
+        return found
+
+    def part_of(self, run: Run, first: int, behind: int) -> Tile:
+        """The places of some variables of a run, of neighbours."""
+        value = run.rests[behind - 1]
+        if not first:
+            return value
+        key = run.variables[first:behind]
+        if key not in self.parts:
+            size = self.frame.axis_size(key)
+            value = self.frame.assign(
+                0, "_".join([*key, "part"]), value - run.rests[first - 1] * size
+            )
+            unit = math.prod(self.frame.unit(v) for v in key)
+            inner = behind == len(run.variables)
+            if inner and unit % GROUP == 0 and self.frame.config.n >= GROUP:
+                value = self.frame.told(value, GROUP, inner=True)
+            self.parts[key] = value
+        return self.parts[key]
 
     def address(self, access: Access, offset: Tile) -> Tile:
         pointer = self.frame.pointer(access.tensor)

@@ -331,7 +331,11 @@ def first_draft(subject: Subject) -> Draft:
 
 
 def roles_of(
-    subject: Subject, draft: Draft, absorbed: tuple[str, ...] = (), allow_dot: bool = True
+    subject: Subject,
+    draft: Draft,
+    absorbed: tuple[str, ...] = (),
+    allow_dot: bool = True,
+    in_a_row: bool = False,
 ) -> Contraction:
     in_order = [v for i in draft.target.indices for v in variables(i)]
     kept = tuple(dict.fromkeys(v for v in in_order if v not in absorbed))
@@ -340,7 +344,7 @@ def roles_of(
     exact = frozenset(v for v, size in sizes.extents.items() if not size.open) - sizes.runs
     indices = (a for index in draft.target.indices for a in accesses(index))
     places = tuple(frozenset(variables(a)) for a in indices)
-    own = draft.row, draft.segment, absorbed, exact, places
+    own = draft.row, draft.segment, absorbed, exact, places, in_a_row
     roles = Roles(draft.factors, kept, summed, draft.extents, *own)
     wish, operand = subject.wishes.settings.dot, subject.operand(draft)
     fits = (
@@ -368,7 +372,9 @@ def finish(
     roles: Contraction | None = None,
 ) -> Planned:
     """The plan of a draft, with what a program is made of besides."""
-    roles = roles or roles_of(subject, draft, absorbed, allow_dot)
+    if roles is None:
+        in_a_row = strategy in ("store", "atomic") and _in_a_row(subject, draft)
+        roles = roles_of(subject, draft, absorbed, allow_dot, in_a_row)
     draft = _with_exact_entries(subject, draft, roles)
     return Planned(
         _plan(subject, draft, strategy, roles, onehot),
@@ -383,6 +389,20 @@ def finish(
         longest=draft.longest,
         entries=draft.entries,
     )
+
+
+def _in_a_row(subject: Subject, draft: Draft) -> bool:
+    """Whether the places of the output, in the order of its dimensions, lie one after the other; or
+    whether an index tells where each is, and not where rows are.
+    """
+    if draft.bounds or draft.made:
+        return False
+    indices = draft.target.indices
+    if any(isinstance(index.atom, Access) for index in indices):
+        return indices[-1].var is None and all(index.atom is not None for index in indices)
+    names = {index.var for index in indices}
+    plain = None not in names and len(names) == len(indices)
+    return plain and subject.sizes.strides[OUT].is_contiguous
 
 
 def _plan(subject: Subject, draft: Draft, strategy: str, roles: Contraction, onehot: int) -> Plan:

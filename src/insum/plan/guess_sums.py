@@ -4,6 +4,7 @@ something to say.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -32,6 +33,15 @@ OWN_THREADS, OWN_SUMS = 128, 8
 OWN_STEPS = 9
 #: Values of a tile that has one axis and sums nothing.
 SINGLE_VALUES = 512
+#: Places of a run of them, and warps that have it: where several numbers are read at a time, of
+#: halves, and of others.
+RUN, RUN_OF_HALVES, RUN_NUMBER_BY_NUMBER = (1024, 4), (2048, 8), (512, 4)
+#: So many sums of runs are a thread's each; others read at least so many bytes that lie together.
+MANY_SUMS_OF_RUNS, RUN_BYTES = 2**18, 64
+#: Columns of a tile that are not divided further where sums do not lie along memory.
+NARROWEST = 8
+#: Steps of sums along memory up to which there are more programs of smaller tiles.
+FEW_STEPS = 32
 #: Values of a tile that sums and is put together before atomics.
 SMALL_SUMS = 1024
 #: And of one that sums long rows of few columns.
@@ -90,6 +100,7 @@ def for_sum(plan: Plan, extents: Mapping[str, int]) -> Config:
     columns = replace(narrow, n=min(narrow.n, 128))
     rules: tuple[tuple[GuessRule, SummedTile | None], ...] = (
         (_in_registers, tile),
+        (_runs_of_places, tile),
         (_columns_summed_last, tile),
         (_of_shared_rows, tile),
         (_along_rows, row),
@@ -105,8 +116,22 @@ def for_sum(plan: Plan, extents: Mapping[str, int]) -> Config:
         (_down_columns, tile),
         (_few_rows, row),
     )
-    found = (rule(one) for rule, one in rules if one is not None)
-    return next((config for config in found if config is not None), _any_other(columns))
+    for rule, one in rules:
+        config = None if one is None else rule(one)
+        if config is not None:
+            return _spread(tile, config) if _may_spread(rule, tile, config) else config
+    config = _any_other(columns)
+    return _spread(tile, config) if _may_spread(_any_other, tile, config) else config
+
+
+def _may_spread(rule: GuessRule, tile: SummedTile, config: Config) -> bool:
+    """Whether tiles of a rule may be too few: of sides that are shared, or of sums so short that
+    they are not cut into pieces.
+    """
+    if rule not in (_along_rows, _any_other):
+        return rule is _of_shared_rows
+    steps = math.ceil(extent(tile.plan.roles.k, tile.extents) / config.k)
+    return steps * math.prod(tile.extents[v] for v in tile.plan.roles.loops) <= FEW_STEPS
 
 
 def _in_registers(tile: SummedTile) -> Config | None:
@@ -120,6 +145,83 @@ def _in_registers(tile: SummedTile) -> Config | None:
         n, m = min(n, 32), 1 if plan.roles.m else m
     k = min(tile.k, 16, max(4, 1024 // (m * n)))
     return Config(m=m, n=n, k=k, warps=max(1, min(4, m * n * k // 2048)), stages=2)
+
+
+def _runs_of_places(tile: SummedTile) -> Config | None:
+    """Several loads for each thread where they read several numbers at a time, else one of the
+    width of its store: what is gathered number by number is soon too much to be in flight.
+    """
+    plan, roles = tile.plan, tile.plan.roles
+    if not roles.flat:
+        return None
+    if roles.k:
+        return _sums_of_runs(tile)
+    inner = roles.n[-1]
+    indices = (a for read in _reads(plan) for index in read.indices for a in accesses(index))
+    picked = any(inner in variables(a) for a in indices)
+    n, warps = RUN_NUMBER_BY_NUMBER
+    if tile.extents[inner] % 2 == 0 and not picked:
+        n, warps = RUN_OF_HALVES if _widest(plan) <= 2 else RUN
+    while n > 256 and output_places(plan, tile.extents) < ENOUGH_PROGRAMS * n:
+        n, warps = n // 2, max(1, warps // 2)
+    return Config(m=1, n=min(n, tile.n), warps=warps, stages=1)
+
+
+def _sums_of_runs(tile: SummedTile) -> Config:
+    """Each thread's own, as many as a load has, of which it reads some steps before it adds the
+    first; of fewer places several threads each, until so much is read at once as hides how long it
+    takes, and no narrower pieces of memory than it is read in.
+    """
+    roles, places = tile.plan.roles, output_places(tile.plan, tile.extents)
+    length, half = power_of_two(extent(roles.k, tile.extents)), _widest(tile.plan) <= 2
+    own = MANY_SUMS_OF_RUNS if length > SHORT_COLUMN else ENOUGH_PROGRAMS * OWN_THREADS
+    if places >= own or length <= WINDOW_STEPS:
+        even = math.gcd(tile.extents[roles.n[-1]], 4 if half else 2)
+        while even > 1 and places < ENOUGH_PROGRAMS * OWN_THREADS * even:
+            even //= 2
+        n, steps = min(tile.n, OWN_THREADS * even), min(WINDOW_STEPS, length)
+        return Config(m=1, n=n, k=1, warps=OWN_THREADS // 32, stages=steps)
+    n, least = min(tile.n, 128), RUN_BYTES // _widest(tile.plan)
+    least = max(least, min(SMALL_TILE, power_of_two(_row_of_a_run(tile))))
+    while n > least and places < 4 * ENOUGH_PROGRAMS * n:
+        n //= 2
+    k = min(length, ROW_NUMBERS // n)
+    return Config(m=1, n=n, k=k, warps=max(1, min(4, n * k // 256)), stages=2)
+
+
+def _row_of_a_run(tile: SummedTile) -> int:
+    """Numbers that lie together in memory for one value of what is summed, in the factor that has
+    one for each point.
+    """
+    roles, found = tile.plan.roles, 1
+    summed = {*roles.k, *roles.loops}
+    for read in _reads(tile.plan):
+        names = [v for index in reversed(read.indices) for v in variables(index)]
+        if {*names} >= {*roles.n, *summed}:
+            for v in itertools.takewhile(lambda v: v not in summed, names):
+                found *= tile.extents[v]
+            break
+    return found
+
+
+def _spread(tile: SummedTile, config: Config) -> Config:
+    """With smaller tiles, and more of each sum, where there are few: until there are programs
+    enough, or all of the sum is in a tile. Long sums of what lies along memory are cut instead.
+    """
+    roles = tile.plan.roles
+    if tile.plan.strategy != "store" or not roles.k or sums_columns(tile.plan):
+        return config
+    few = ENOUGH_PROGRAMS // 4
+    if _tiles(tile, config.m, config.n) >= few or output_places(tile.plan, tile.extents) < few:
+        return config
+    length = power_of_two(extent(roles.k, tile.extents))
+    least = 1 if _reads_rows_of_sums(tile.plan) else NARROWEST
+    while config.k < length and (config.m > 1 or config.n > least):
+        if _tiles(tile, config.m, config.n) >= ENOUGH_PROGRAMS:
+            break
+        m, n = (config.m // 2, config.n) if config.m > 1 else (1, config.n // 2)
+        config = replace(config, m=m, n=n, k=min(2 * config.k, length, ROW_NUMBERS))
+    return config
 
 
 def _columns_summed_last(tile: SummedTile) -> Config | None:

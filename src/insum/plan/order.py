@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from insum.lang.expr import Access, Expr, Var, accesses, variables
+from insum.plan.library import plain_variables
 from insum.plan.steps import (
     MOVED,
     Place,
@@ -42,6 +43,8 @@ UNEVENLY = 1.25
 #: so many times, where it saves what is worth another call; on a CPU, where a point takes longer,
 #: the second.
 TWICE, WORTH_A_CALL, WORTH_ON_A_CPU = 2, 2**28, 2**21
+#: The same where a factor is summed by itself, or all of them before they are scattered.
+WORTH_A_SUM = 2**22
 #: How many times what is read and written a buffer over all places of a diagonal may be: as many as
 #: distances are for points.
 DIAGONAL = 2
@@ -112,7 +115,7 @@ def ordered(term: Term, wish: str | Path = "auto") -> Ordered:
     match wish:
         case tuple():
             return _made(term, wish)
-        case "auto" if together.cost <= _clearly(term) * _least(term):
+        case "auto" if together.cost <= _worth_a_search(term):
             return together
         case "auto":
             found = _made(term, _searched(term, "auto"))
@@ -156,6 +159,29 @@ def is_worth_an_order(target: Access, first: Expr, second: Expr) -> bool:
     )
 
 
+def adds_up_first(target: Access, factors: Sequence[Expr]) -> bool:
+    """Whether something is summed that may be summed before the rest, whatever the sizes: along
+    what only one of two factors has, or before it is scattered.
+
+    >>> from insum.lang.parser import parse
+    >>> def looked(text):
+    ...     statement = parse(text)
+    ...     value = statement.value
+    ...     return adds_up_first(statement.target, getattr(value, "factors", (value,)))
+    >>> looked("y[b,d] = F[b,d] * G[a,b]"), looked("y[T[b],c] = F[a,b,c]"), looked("y[b] = F[a,b]")
+    (True, True, False)
+    >>> looked("y[i,k] = F[i,j] * G[j,k]"), looked("y[d[e],f] = w[e] * x[s[e],f]")
+    (False, False)
+    """
+    kept = {*variables(target)}
+    read = [{*variables(f)} for f in factors]
+    if _inner(target) and any(names - kept for names in read):
+        return True
+    return len(read) == 2 and any(
+        one - other - kept and other - one for one, other in (read, read[::-1])
+    )
+
+
 def _is_plain_but_for_numbers(target: Access, first: Expr, second: Expr) -> bool:
     """Whether of a matrix product one part has its numbers through an index.
 
@@ -196,8 +222,16 @@ def _elements(term: Term) -> float:
     return math.prod(term.shape) + sum(math.prod(term.shapes.get(n, ())) for n in names)
 
 
+def _worth_a_search(term: Term) -> float:
+    """What one statement costs at most for which no path is searched."""
+    least = _least(term)
+    if not term.on_cpu and _has_own_sums(StepBuilder(term).start):
+        return least + WORTH_A_SUM
+    return _clearly(term) * least
+
+
 def _least(term: Term) -> float:
-    """What two statements cost at least; a search for a path begins with it."""
+    """What two statements cost at least."""
     builder = StepBuilder(term)
     reads = {a for f in term.factors for a in accesses(f, nested=False)}
     read = sum(builder.read_by(a) for a in reads)
@@ -209,17 +243,35 @@ def _is_clear(found: Ordered, together: Ordered, term: Term) -> bool:
     if found.buffered > max(MOST_BUFFERED, MOST_OF_ARGUMENTS * arguments):
         return False
     least = WORTH_ON_A_CPU if term.on_cpu else WORTH_A_CALL
-    if len(term.factors) == 2 and together.cost - found.cost < least:
+    if not term.on_cpu and any(_adds_alone(step) for step in found.steps[:-1]):
+        least = WORTH_A_SUM
+        if all(_adds_alone(step) for step in found.steps[:-1]):
+            return found.buffered <= arguments and together.cost - found.cost >= least
+    if not term.on_cpu and _only_scatters(found.steps[-1]):
+        least = WORTH_A_SUM
+    if len(term.factors) <= 2 and together.cost - found.cost < least:
         return False
     most = arguments * (1 if term.diagonal is None else DIAGONAL)
     large = found.buffered > most and not term.uneven
     return found.cost * (BY_FAR if large else _clearly(term)) <= together.cost
 
 
+def _only_scatters(step: Step) -> bool:
+    """Whether nothing is left to do but to scatter a buffer."""
+    plain = len(step.factors) == 1 and plain_variables(step.factors[0]) is not None
+    return plain and bool(_inner(step.target))
+
+
+def _adds_alone(step: Step) -> bool:
+    """Whether one factor is summed by itself."""
+    summed = {v for f in step.factors for v in variables(f)} - {*variables(step.target)}
+    return len(step.factors) == 1 and bool(summed)
+
+
 def _clearly(term: Term) -> float:
     if term.uneven:
         return UNEVENLY
-    return TWICE if len(term.factors) == 2 else CLEARLY
+    return TWICE if len(term.factors) <= 2 else CLEARLY
 
 
 def _made(term: Term, path: Path) -> Ordered:
@@ -267,22 +319,36 @@ def _positions(state: StepState, steps: _Taken) -> Path:
 def _next(
     builder: StepBuilder, state: StepState, most: int
 ) -> Iterator[tuple[tuple[int, ...], StepBuffer]]:
-    """What can be buffered next: up to ``most`` factors, but not all of them; where there are but
-    two, both, which are then read or written through an index, or one, which is gathered or
-    scattered first.
+    """What can be buffered next: up to ``most`` factors, but not all of them, unless there are but
+    two, which are then read or written through an index, or they are scattered; of two also one,
+    which is gathered or scattered first, and of more one that has sums of its own.
     """
     free = [p for p, f in enumerate(state.factors) if variables(f.value)]
-    two = len(state.factors) == 2
-    counts = range(1, 3) if two else range(2, min(most, len(state.factors) - 1) + 1)
-    for count in counts:
+    every = len(state.factors)
+    scattered = any(_inner(Access("", (index,))) for index in state.target.indices)
+    last = every if every == 2 or scattered else every - 1
+    for count in range(1, min(most, last) + 1):
         for positions in itertools.combinations(free, count):
+            if count == 1 and every > 2 and not _has_own_sums(state, positions):
+                continue
             found = builder.buffer(state, positions)
-            if found is None:
+            if found is None or (every != 2 and count in (1, every) and not builder.adds_up(found)):
                 continue
             waits = not builder.term.adds_first and builder.diagonal is None
             if count == 1 and waits and _is_for_another(state, found.after):
                 continue
             yield tuple(state.factors[p].inside for p in positions), found
+
+
+def _has_own_sums(state: StepState, positions: Sequence[int] = ()) -> bool:
+    """Whether one of these factors, or of all, is summed along what nothing else has."""
+    read = [{*variables(f.value)} for f in state.factors]
+    kept = {*variables(state.target)}
+    for position in positions or range(len(read)):
+        others = read[:position] + read[position + 1 :]
+        if not read[position] <= kept.union(*others):
+            return True
+    return False
 
 
 def _exhaustive(builder: StepBuilder) -> _Taken:

@@ -27,6 +27,8 @@ LONGEST_ROW = 1024
 #: Numbers that lie together and are worth reading together, and so many that what lies beside them
 #: does not matter.
 SHORTEST_RUN, LONG_LINE = 16, 512
+#: Rows of at most so many numbers are a thread's.
+SHORTEST_ROW = 4
 #: So many sums over fewer numbers than these share programs.
 MANY_SUMS, LONG_SUM = 2**14, 2**12
 #: A variable of at most this extent is put beside the rows of a segmented output.
@@ -54,6 +56,11 @@ class Contraction:
     right: tuple[int, ...] = ()
     post: tuple[int, ...] = ()
 
+    @property
+    def flat(self) -> bool:
+        """Whether tiles are runs of places, whatever their dimensions."""
+        return not self.dot and len(self.n) > 1
+
 
 @dataclass(frozen=True, slots=True)
 class Roles:
@@ -69,6 +76,7 @@ class Roles:
     absorbed: tuple[str, ...] = ()
     exact: frozenset[str] = frozenset()  # variables whose extents the code may know
     places: tuple[frozenset[str], ...] = ()  # what each index of the target is read by
+    in_a_row: bool = False  # places of the target, in its order, lie one after the other
 
     @property
     def held(self) -> tuple[str, ...]:
@@ -282,6 +290,11 @@ def _is_power(n: int) -> bool:
 
 
 def _as_sum(roles: Roles) -> Contraction:
+    if flat := roles.kept if _is_flat(roles) else _flat_sums(roles):
+        every = tuple(range(len(roles.factors)))
+        k = _beside_runs(roles)
+        loops = tuple(v for v in roles.summed if v != k)
+        return Contraction((), flat, _one(k), loops, (), (), False, post=every)
     kept = [v for v in (*roles.held, *roles.kept) if v != roles.row]
     n = _summed_instead(roles) or _innermost(roles, [v for v in kept if v in roles.kept])
     rest = [v for v in kept if v != n]
@@ -312,9 +325,9 @@ def _summed_axis(roles: Roles, n: str, summed: Sequence[str]) -> str:
     return max(summed, key=lambda v: (roles.extents[v], contiguity(roles.factors, v)), default="")
 
 
-def _worth_a_side(roles: Roles, n: str, v: str) -> tuple[bool, bool, int]:
+def _worth_a_side(roles: Roles, n: str, v: str) -> tuple[bool, bool, int, int]:
     """How much a kept variable is worth the other side of a tile: it turns what is read, windows
-    along it lie over each other, it is long.
+    along it lie over each other, much is read along it, it is long.
     """
     slides = roles.extents[v] >= SMALLEST_DOT and any(
         v in names and not names.isdisjoint(roles.summed)
@@ -322,7 +335,19 @@ def _worth_a_side(roles: Roles, n: str, v: str) -> tuple[bool, bool, int]:
         for read in accesses(factor, nested=False)
         for names in (set(variables(index)) for index in read.indices)
     )
-    return _turns(roles, n, v), slides, roles.extents[v]
+    turns = _turns(roles, n, v)
+    return turns, slides, _lies_along(roles, v) if turns else 0, roles.extents[v]
+
+
+def _lies_along(roles: Roles, v: str) -> int:
+    """Numbers of the largest factor that lies in memory along a variable."""
+    reads = (a for f in roles.factors for a in accesses(f, nested=False) if a.indices)
+    sizes = (math.prod(roles.extents[o] for o in variables(a)) for a in reads if _last(a) == v)
+    return max(sizes, default=0)
+
+
+def _last(access: Access) -> str | None:
+    return access.indices[-1].var
 
 
 def _turns(roles: Roles, n: str, v: str) -> bool:
@@ -331,6 +356,73 @@ def _turns(roles: Roles, n: str, v: str) -> bool:
     """
     long = roles.extents[v] >= SHORTEST_RUN
     return long and contiguity(roles.factors, v) > 0 and not contiguity(roles.factors, n)
+
+
+def _is_flat(roles: Roles) -> bool:
+    """Whether places are walked one after the other, where nothing is summed: then none of a tile
+    is empty, and several of them are stored at once whatever the width. But not where what is read
+    lies along another dimension; nor long rows that no wide load reads, which find out what they
+    share once; nor rows of so few numbers that one thread has them.
+    """
+    if roles.row or roles.summed or roles.absorbed or len(roles.kept) < 2 or not roles.in_a_row:
+        return False
+    inner = roles.kept[-1]
+    width = roles.extents[inner]
+    if width >= SHORTEST_RUN and any(_turns(roles, inner, v) for v in roles.kept[:-1]):
+        return False
+    indices = [{*variables(a)} for f in roles.factors for a in _indices(f)]
+    picked = any(inner in own for own in indices)
+    if (
+        picked
+        and width >= WIDE_TILE
+        and any(own != {inner} for own in indices)
+        and not roles.places
+    ):
+        return False  # each place has an index of its own, or each row and column
+    if width % 4 == 0:
+        return True
+    return width < LONG_LINE and (width > SHORTEST_ROW or len(roles.kept) > 2 or picked)
+
+
+def _flat_sums(roles: Roles) -> tuple[str, ...]:
+    """The places of sums, in the order in which they are walked one after the other: as the factor
+    lies in memory that has a number for each point; or else as they are written, where rows of them
+    are too short for a side of a tile, and are read in that order. Nothing where what is summed
+    lies along memory, where it meets in places, or where each sum has a list of what it reads.
+    """
+    if roles.row or roles.absorbed or roles.places or not roles.summed or len(roles.kept) < 2:
+        return ()
+    every = {*roles.kept, *roles.summed}
+    for factor in roles.factors:
+        names = [i.var for i in factor.indices] if isinstance(factor, Access) else []
+        if {*names} == every and len(names) == len(every):
+            inner = str(names[-1])
+            fills = roles.extents[inner] % WIDE_TILE == 0 or roles.extents[inner] >= LONG_LINE
+            if inner in roles.summed or fills:
+                return ()
+            return tuple(v for v in names if v in roles.kept)
+    inner = roles.kept[-1]
+    if not roles.in_a_row or roles.extents[inner] >= 2 * SHORTEST_RUN or _summed_instead(roles):
+        return ()
+    lists = ({*variables(a)} for f in roles.factors for a in _indices(f))
+    if any(own & {*roles.summed} and own & {*roles.kept} for own in lists):
+        return ()
+    long = (v for v in roles.summed if roles.extents[v] >= SHORTEST_RUN)
+    along = max((_lies_along(roles, v) for v in (*long, *roles.kept[:-1])), default=0)
+    return roles.kept if _lies_along(roles, inner) > along else ()
+
+
+def _beside_runs(roles: Roles) -> str:
+    """What is summed in steps of several: of the factor with a number for each point what lies next
+    to the places in memory, where it is not short; else what is longest.
+    """
+    near: list[str] = []
+    for factor in roles.factors:
+        if {*variables(factor)} >= {*roles.kept, *roles.summed} and isinstance(factor, Access):
+            names = (v for index in reversed(factor.indices) for v in variables(index))
+            near = [v for v in names if v in roles.summed and roles.extents[v] >= SMALLEST_DOT]
+            break
+    return near[0] if near else max(roles.summed, key=lambda v: roles.extents[v], default="")
 
 
 def _written_together(roles: Roles, m: str, n: str) -> tuple[str, ...]:

@@ -41,6 +41,9 @@ TILE = 64
 #: And what a point of three dense factors and more takes whose sides no tile divides: most of a
 #: tile may be empty, and all of it is masked.
 UNEVEN = 2
+#: How many times as long the points of a sum take that is scattered, and of how many at least:
+#: where a factor has a number for each, and else into how few places.
+SCATTERED_SUM, LONG_SUMS, LONGER_SUMS, FEW_PLACES = 16, 16, 2**7, 2**16
 #: Up to so many factors of one step that read through indices, every way to read them is looked at.
 MOST_OPENED = 3
 #: A buffer is called after what it is made of, up to so many letters.
@@ -202,8 +205,27 @@ class StepBuilder:
         points = self.size_of({v for f in (target, *factors) for v in variables(f)})
         moved = written + sum(self.read_by(a) for f in factors for a in accesses(f))
         weight = self.weight(target, factors, points)
-        cost = weight * points + MOVED * moved + self.term.started
+        again = SCATTERED_SUM if self.scatters_sums(target, factors, points) else 1
+        cost = again * (weight * points + MOVED * moved) + self.term.started
         return Step(target, factors, dims, positions, cost, points)
+
+    def scatters_sums(self, target: Access, factors: tuple[Expr, ...], points: float) -> bool:
+        """Whether what is scattered are long sums: its entries are then walked by the threads that
+        have a place, and what lies along them in memory is read number by number. Products of
+        matrices for each entry are none, for which there are far more places.
+        """
+        scattered = {v for i in target.indices for a in accesses(i) for v in variables(a)}
+        every = {v for part in (target, *factors) for v in variables(part)}
+        made = self.size_of(variables(target))
+        if self.term.on_cpu or not scattered or len(every) == len({*variables(target)}):
+            return False
+        whole = [f for f in factors if every <= (plain_variables(f) or {*()})]
+        if any(isinstance(f, Access) and f.indices[0].var in scattered for f in whole):
+            return False  # what an entry sums lies together
+        if whole:
+            # rows of numbers that lie along entries would be read one by one
+            return points >= (2 if picks_numbers(target) else LONG_SUMS) * made
+        return made <= FEW_PLACES and points >= LONGER_SUMS * made
 
     def weight(self, target: Access, factors: tuple[Expr, ...], points: float) -> float:
         """What a point of a step takes."""
@@ -238,7 +260,8 @@ class StepBuilder:
         """The cheapest buffer of these factors that means the same; None where there is none. Of
         all factors, or of one, it has to take something off what is left: an index that is read
         once a product is there, or what is scattered before it, or a plain product from what
-        gathers and spreads numbers one by one.
+        gathers and spreads numbers one by one, or what is summed of one alone, or before all is
+        scattered.
         """
         inside = sum(state.factors[p].inside for p in positions)
         if inside & self.fixed or not inside & ~self.exact:
@@ -246,7 +269,12 @@ class StepBuilder:
         ways = (self.filled(state, positions, which) for which in self.ways(state, positions))
         allowed = [made for made in ways if self.is_allowed(made)]
         if len(positions) == len(state.factors):
-            allowed = [m for m in allowed if self.can_open(m.read) or _leaves_plain(m)]
+            sums = any(map(_reads, state.target.indices))
+            allowed = [
+                m
+                for m in allowed
+                if self.can_open(m.read) or _leaves_plain(m) or sums and self.adds_up(m)
+            ]
         elif len(positions) == 1:
             rest = tuple(f for p, f in enumerate(state.factors) if p not in positions)
             value = state.factors[positions[0]].value
@@ -257,8 +285,16 @@ class StepBuilder:
                 if (m.after.target, m.after.factors[:-1]) != (state.target, rest)
                 or copies
                 and not self.can_open(m.read)
+                or self.adds_up(m)
             ]
         return min(allowed, key=lambda made: made.step.cost, default=None)
+
+    def adds_up(self, made: StepBuffer) -> bool:
+        """Whether a buffer is smaller than what it is made of: its factors are summed by
+        themselves, or before they are scattered. (A CPU's graph does both anyway.)
+        """
+        summed = {v for f in made.step.factors for v in variables(f)}
+        return not (self.term.on_cpu or summed <= {*variables(made.step.target)})
 
     def is_allowed(self, made: StepBuffer) -> bool:
         """An absent point must be absent from the buffer: were its variable kept, the 0 there

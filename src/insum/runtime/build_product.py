@@ -69,7 +69,7 @@ class ProductBuild:
         k, tiles = roles.k[:1], self.k_tiles(config)
         return Shape(
             even_m=(1 if self.has_any_rows() else self.multiple(roles.m)) % config.m == 0,
-            even_n=self.multiple(roles.n) % config.n == 0,
+            even_n=not roles.flat and self.multiple(roles.n) % config.n == 0,
             even_k=self.multiple(k) % config.k == 0,
             inner=tiling.inner_extent(plan, self.extents),
             onehot=power_of_two(self.planned.sizes.shape[plan.onehot]) if plan.onehot >= 0 else 0,
@@ -128,8 +128,17 @@ class ProductBuild:
 
     def units(self) -> tuple[tuple[str, int], ...]:
         odd = self.plan.roles.m if self.has_any_rows() else ()
+        if self.plan.roles.flat:
+            odd = self.beyond_loads(self.plan.roles.n)
         found = {v: min(MOST_UNIT, self.multiple((v,))) for v in self.planned.sizes.extents}
         return tuple((v, unit) for v, unit in found.items() if unit > 1 and v not in odd)
+
+    def beyond_loads(self, axis: Sequence[str]) -> tuple[str, ...]:
+        """Of variables that are walked as one those that decide nothing: places are a multiple of
+        what the widest load takes because of those behind them.
+        """
+        behind = (self.multiple(axis[at + 1 :]) for at in range(len(axis)))
+        return tuple(v for v, unit in zip(axis, behind) if unit % MOST_UNIT == 0)
 
     def has_any_rows(self) -> bool:
         """Whether one text is for any number of rows: patterns, and sums of threads, whose rows lie

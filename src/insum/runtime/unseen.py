@@ -23,7 +23,7 @@ from insum.codegen.arguments import (
     Passed,
     Reciprocal,
     Stride,
-    reciprocal_of,
+    reciprocal_text,
 )
 from insum.codegen.cut_rows import beside_rows
 from insum.compat import streams, tensors
@@ -349,7 +349,7 @@ class _CodeWriter:
             case ExtentArgument(var, unit):
                 return f"{self.size(one.plan, var)} // {unit}"
             case Reciprocal(var):
-                return f"{self.named(reciprocal_of)}({self.size(one.plan, var)})"
+                return reciprocal_text(self.size(one.plan, var))
             case Count(what):
                 return counts[what]
             case Length(tensor, dim):

@@ -29,6 +29,7 @@ from insum.plan.draft import (
 )
 from insum.plan.strategies.atomics import (
     atomic,
+    atomic_for_numbers,
     atomic_is_asked_for,
     atomic_keeps_its_tiles,
     atomic_reads_matrices_once,
@@ -40,7 +41,7 @@ from insum.plan.strategies.segmenting import segments
 from insum.plan.strategies.several import several_indices
 from insum.plan.strategies.sharing import shared, shared_rows
 from insum.plan.strategies.sorting import sorted_first, sorted_for_heavy_rows
-from insum.plan.strategies.storing import unique
+from insum.plan.strategies.storing import several_unique, unique
 from insum.plan.strategies.unrolling import nested, unrolled, unrolled_variables
 from insum.plan.strategies.windowing import gathered_windows
 from insum.plan.substitution import Scatter, scatter_of
@@ -56,6 +57,7 @@ SCATTERED = (
     atomic_is_asked_for,
     atomic_keeps_its_tiles,
     atomic_reads_matrices_once,
+    atomic_for_numbers,
     segments,
     inverse,
     sorted_first,
@@ -83,7 +85,8 @@ def plan(subject: Subject) -> Planned:
             return finish(subject, draft.because("no two points meet"), "store", fill=True)
         case Scatter():
             return _scattered(subject, draft, scatter)
-    planned = nested(subject, draft) or several_indices(subject, draft)
+    planned = nested(subject, draft) or several_unique(subject, draft)
+    planned = planned or several_indices(subject, draft)
     if planned is not None:
         return planned
     if subject.is_ordered:

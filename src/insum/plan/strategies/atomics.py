@@ -4,11 +4,17 @@ index tensor that was never seen.
 
 from __future__ import annotations
 
+import math
+
 from insum.lang.expr import accesses, variables
 from insum.plan.draft import Draft, Planned, Subject, finish, roles_of
-from insum.plan.roles import SMALLEST_DOT
+from insum.plan.roles import SMALLEST_DOT, contiguity
 from insum.plan.strategies.segmenting import fits, to_segments
 from insum.plan.substitution import Scatter
+
+#: Rows beside each other of which single numbers are added to, and how many times as many places
+#: they have as entries.
+LEAST_ROWS, MOSTLY_EMPTY = 32, 4
 
 
 def atomic(subject: Subject, draft: Draft, scatter: Scatter) -> Planned | None:
@@ -59,6 +65,25 @@ def atomic_reads_matrices_once(subject: Subject, draft: Draft, scatter: Scatter)
     if roles.dot or roles.loops or roles.grid:
         return None
     return _atomic(subject, draft, "each entry has a matrix of its own, which is read once")
+
+
+def atomic_for_numbers(subject: Subject, draft: Draft, scatter: Scatter) -> Planned | None:
+    """Where the last dimension is scattered, and what is added lies along the entries: rows of the
+    output would be numbers far apart, each written by itself, as what is read for them would be.
+    """
+    if subject.is_ordered or subject.wishes.settings.scatter != "auto" or subject.reduce != "sum":
+        return None
+    *outer, last = draft.target.indices
+    if scatter.dim != len(outer) or None in [index.var for index in outer]:
+        return None
+    (*_, entry), own = scatter.variables, {*variables(draft.target)}
+    beside = math.prod(draft.extents[v] for v in own - {*variables(last)})
+    entries = math.prod(draft.extents[v] for v in scatter.variables)
+    along = contiguity(draft.factors, entry) > 0
+    few = not draft.summed() and MOSTLY_EMPTY * entries <= subject.rows(scatter)
+    if not (few and along and beside >= LEAST_ROWS):
+        return None
+    return _atomic(subject, draft, "what is added lies along the entries")
 
 
 def _atomic(subject: Subject, draft: Draft, why: str) -> Planned:
