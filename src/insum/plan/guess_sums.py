@@ -39,7 +39,7 @@ RUN, RUN_OF_HALVES, RUN_NUMBER_BY_NUMBER = (1024, 4), (2048, 8), (512, 4)
 #: So many sums of runs are a thread's each; others read at least so many bytes that lie together.
 MANY_SUMS_OF_RUNS, RUN_BYTES = 2**18, 64
 #: Columns of a tile that are not divided further where sums do not lie along memory.
-NARROWEST = 8
+NARROWEST = 16
 #: Steps of sums along memory up to which there are more programs of smaller tiles.
 FEW_STEPS = 32
 #: Values of a tile that sums and is put together before atomics.
