@@ -891,3 +891,13 @@ def test_several_unique_indices_are_stored_through() -> None:
     assert plan_of("y[p[i],q[j]] = x[i,j]", sizes, **values).strategy != "store"
     both = {"x": torch.empty(90), "p": p, "q": torch.randint(0, 9, (90,))}
     assert plan_of("y[p[i],q[i]] = x[i]", sizes, **both).strategy == "store"
+
+
+def test_points_that_32_bits_do_not_count_are_no_run() -> None:
+    """However few the places are that indices lead them to."""
+    statement = "y[J[a],K[b]] = x[a] * z[b]"
+    for n, flat in ((9000, True), (50_000, False)):
+        index = torch.randint(0, 64, (n,))
+        values = {"x": torch.empty(n), "z": torch.empty(n), "J": index, "K": index.flip(0)}
+        plan = plan_of(statement, {0: 64, 1: 64}, **values)
+        assert plan.strategy == "atomic" and plan.roles.flat == flat and not plan.wide

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -399,10 +399,20 @@ def _in_a_row(subject: Subject, draft: Draft) -> bool:
         return False
     indices = draft.target.indices
     if any(isinstance(index.atom, Access) for index in indices):
-        return indices[-1].var is None and all(index.atom is not None for index in indices)
+        told = indices[-1].var is None and all(index.atom is not None for index in indices)
+        return told and _counts(subject, variables(draft.target))
     names = {index.var for index in indices}
     plain = None not in names and len(names) == len(indices)
     return plain and subject.sizes.strides[OUT].is_contiguous
+
+
+def _counts(subject: Subject, names: Sequence[str]) -> bool:
+    """Whether points along all of these variables are no more than 32 bits count: indices may lead
+    many of them to a few places, so that the size of the output says nothing.
+    """
+    found = [subject.sizes.extents.get(v) for v in names]
+    most = [0 if one is None or one.open else one.most for one in found]
+    return 0 not in most and math.prod(most) < 2**31
 
 
 def _plan(subject: Subject, draft: Draft, strategy: str, roles: Contraction, onehot: int) -> Plan:
