@@ -90,6 +90,18 @@ def test_what_is_there_is_added_to() -> None:
     assert error(run("y[a,b,c] += x[a,c] * z[b,c]", x=x, z=z, y=strided), want) < 1e-6
 
 
+@pytest.mark.parametrize("width", [7, 8])
+def test_names_of_variables_do_not_meet_those_of_parts(width: int) -> None:
+    """Parts of a run are called after their variables, which may be called anything."""
+    x, z, u = torch.randn(3, 5), torch.randn(2, width), torch.randn(2)
+    v = torch.randn(3, 5)
+    want = torch.einsum("ij,kl,h,ij->hijkl", x, z, u, v)
+    statement = "y[n,a_b,c,a,b_c] = x[a_b,c] * z[a,b_c] * u[n] * v[a_b,c]"
+    assert error(run(statement, x=x, z=z, u=u, v=v), want) < 1e-6
+    own = "y[seg,task,group,m,n] = x[task,group] * z[m,n] * u[seg] * v[task,group]"
+    assert error(run(own, x=x, z=z, u=u, v=v), want) < 1e-6
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_through_several_unique_indices(dtype: torch.dtype) -> None:
     """Nothing meets: neither atomics nor, where all places are written, zeros."""

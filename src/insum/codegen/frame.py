@@ -328,9 +328,9 @@ class Frame:
             by = self.arg(Reciprocal(var))
             row = apply("insum_divided", place, by, GROUP, over=flat.axes)
             row = self.assign(0, f"n_rest{depth}", row)
-            own: Tile = self.assign(0, f"{var}_first", place - row * self.size(var))
+            own = self.define(f"{var}_first", place - row * self.size(var), 0)
             if depth == 0:
-                own = self.assign(0, f"{var}_place", own + (flat & (GROUP - 1)).grouped())
+                own = self.define(f"{var}_place", own + (flat & (GROUP - 1)).grouped(), 0)
             unit = self.unit(var) if depth == 0 else GROUP
             self.vars[var] = self.assign(0, f"{var}_i", self.told(own, unit, inner=depth == 0))
             rests.append(row)
@@ -358,7 +358,7 @@ class Frame:
         found = self.assign(0, name, apply("insum_divided", place, by, together, over=place.axes))
         rest: Tile = place - found * size
         if together > 1:
-            rest = self.told(self.assign(0, f"{var}_rest", rest), together, inner=inner)
+            rest = self.told(self.define(f"{var}_rest", rest, 0), together, inner=inner)
         self.vars[var] = self.assign(0, f"{var}_i", rest)
         return found
 

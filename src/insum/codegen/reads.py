@@ -128,9 +128,7 @@ class Reads:
         key = run.variables[first:behind]
         if key not in self.parts:
             size = self.frame.axis_size(key)
-            value = self.frame.assign(
-                0, "_".join([*key, "part"]), value - run.rests[first - 1] * size
-            )
+            value = self.frame.define("part", value - run.rests[first - 1] * size, 0)
             unit = math.prod(self.frame.unit(v) for v in key)
             inner = behind == len(run.variables)
             if inner and unit % GROUP == 0 and self.frame.config.n >= GROUP:
