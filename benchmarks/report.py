@@ -75,6 +75,7 @@ def page(folder: Path = RESULTS) -> str:
         ("gallery.json", gallery_lines),
         ("survey.json", survey_lines),
         ("survey_drawn.json", drawn_survey_lines),
+        ("survey_random.json", random_survey_lines),
         ("equivariant.json", equivariant_lines),
         ("fresh.json", new_data_lines),
         ("unet.json", unet_lines),
@@ -117,6 +118,13 @@ def gallery_lines(result: dict[str, Any]) -> list[str]:
 def drawn_survey_lines(result: dict[str, Any]) -> list[str]:
     """The same at sizes that were drawn."""
     return survey_lines(result, "Survey at sizes that were drawn")
+
+
+def random_survey_lines(result: dict[str, Any]) -> list[str]:
+    """Statements that were drawn themselves."""
+    for row in result["sections"][0]["rows"]:
+        row["case"] = f"`{row['case']}`"
+    return survey_lines(result, "Survey of statements that were drawn")
 
 
 def survey_lines(result: dict[str, Any], title: str = "Survey") -> list[str]:

@@ -375,6 +375,59 @@ def test_few_rows_that_are_summed_have_a_tile_each(rows: int, n: int, k: int) ->
     assert (one.n, one.k) == (n, k)
 
 
+def test_of_few_sums_a_program_has_a_piece_of_one() -> None:
+    values = {"x": drawn(17, 3, 100_000), "w": drawn(3, 17)}
+    for statement in ("y[b] = x[b,a,c] * w[a,b]", "y[a,b] = x[b,a,c] * w[a,b]"):
+        plan, (one,) = guessed(statement, **values)
+        assert plan.roles.k == ("c",) and (one.m, one.n, one.k) == (1, 1, 2048)
+
+
+def test_of_long_sums_of_runs_lines_of_memory_are_read() -> None:
+    """3000 pictures of 65 x 31: there are pieces enough."""
+    long, short = {"x": drawn(3, 3000, 65, 31)}, {"x": drawn(3, 60, 65, 31)}
+    plan, (one,) = guessed("y[a,c,d] = x[a,b,c,d]", **long)
+    assert plan.roles.flat and (one.n, one.k) == (128, 8)
+    _, (one,) = guessed("y[a,c,d] = x[a,b,c,d]", **short)
+    assert one.n < 128
+
+
+def test_few_columns_are_read_in_deep_steps() -> None:
+    values = {"z": drawn(20_000, 5), "x": drawn(256, 20_000, 5)}
+    _, (one,) = guessed("y[c] = z[b,c] * x[a,b,c]", **values)
+    assert (one.n, one.k) == (8, 512)
+
+
+def test_columns_of_rows_that_are_gathered_are_summed_as_others() -> None:
+    """Only which row is read is found by an index: one for all threads."""
+    values = {"w": drawn(900), "i": drawn(128, below=900), "x": drawn(17, 128, 32, 128)}
+    plan, (one,) = guessed("y[a,b,d] = w[i[b]] * x[a,b,c,d]", **values)
+    assert plan.roles.n == ("d",) and (one.k, one.stages) == (1, 4)
+
+
+def test_sides_share_what_is_read() -> None:
+    """The largest factors lie along one side, and are read once for all of the other."""
+    values = {"w": drawn(900, 100, dtype=torch.float32), "i": drawn(4, below=100)}
+    values |= {n: drawn(900, 96, 96, dtype=torch.float32) for n in ("x", "z")}
+    plan, _ = guessed("y[b,c,d] = w[a,i[d]] * x[a,b,c] * z[a,b,c]", **values)
+    assert (plan.roles.m, plan.roles.n, plan.roles.grid) == (("d",), ("c",), ("b",))
+
+
+def test_sums_go_along_what_most_is_read_along() -> None:
+    values = {"z": drawn(7, 500), "x": drawn(7, 8, 500, 256)}
+    plan, _ = guessed("y[a,b] = z[a,c] * x[a,b,c,d]", **values)
+    assert plan.roles.k == ("d",)
+
+
+@pytest.mark.parametrize("channels", [16, 32])
+def test_vectors_of_rows_are_read_an_entry_at_a_time(channels: int) -> None:
+    """Columns lie three numbers apart: what several entries add up to would go through all warps
+    of a program.
+    """
+    values = {"x": drawn(90_000, channels, 3), "t": drawn(90_000, below=20_000)}
+    plan, choice = guessed("y[t[e],c,i] = x[e,c,i]", rows=20_000, **values)
+    assert plan.roles.n == ("c",) and (choice[0].m * choice[0].n, choice[0].k) == (256, 1)
+
+
 def test_rows_of_a_few_numbers_are_read_together() -> None:
     """Of 16 384 rotations, each of 15 vectors."""
     values = {"R": drawn(16_384, 3, 3), "x": drawn(16_384, 15, 3)}

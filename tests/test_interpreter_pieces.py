@@ -96,6 +96,16 @@ def test_pieces_that_halves_are_rounded_from() -> None:
     torch.testing.assert_close(got.double(), want, rtol=2e-3, atol=5e-3)
 
 
+def test_few_halves_are_added_up_where_they_would_be_rounded() -> None:
+    """One launch puts pieces together and rounds them; there is none that fills."""
+    a = torch.randn(LONG, 40).half()
+    with deterministic(False):
+        got = insum.insum("y[j] = a[i,j]", a=a)
+        assert "work_at" in str(insum.explain("y[j] = a[i,j]", a=a))
+        assert "work_at" not in str(insum.explain("y[j] = a[i,j]", a=a.float()))
+    torch.testing.assert_close(got.double(), a.double().sum(0), rtol=1e-3, atol=1e-1)
+
+
 @pytest.mark.parametrize("operator", ["+=", "max="])
 def test_pieces_in_place(operator: str) -> None:
     a, C = torch.randn(LONG, 5), torch.full((5,), 3.75)

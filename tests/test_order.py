@@ -1322,6 +1322,56 @@ SUMMED_FIRST: dict[str, tuple[dict[str, tuple[int, ...]], str, list[str]]] = {
     # little is saved
     "y[b,d] = F[b,d] * G[a,b]": ({"F": (90, 30), "G": (20, 90)}, "", []),
 }
+#: What is small beside what it is made of, or lies where rows of a result read it one by one; the
+#: shape of the result comes first.
+SMALL_FIRST: dict[str, tuple[tuple[int, ...], dict[str, tuple[int, ...]], str, list[str]]] = {
+    "y[a,c] = F[b,J[c]] * G[a,c] * H[b,c]": (
+        (9000, 31),
+        {"F": (16, 1000), "G": (9000, 31), "H": (16, 31), "J": (31,)},
+        "J",
+        ["F_H[c] = F[b,J[c]] * H[b,c]", "y[a,c] = F_H[c] * G[a,c]"],
+    ),
+    "y[T[b],c] = F[J[a],b] * G[d,c]": (
+        (1000, 500),
+        {"F": (9000, 128), "G": (17, 500), "J": (31,), "T": (128,)},
+        "J T",
+        ["F_1[b] = F[J[a],b]", "G_1[c] = G[d,c]", "y[T[b],c] = F_1[b] * G_1[c]"],
+    ),
+    # steps of a sum that is scattered wait for one another
+    "y[a,T[b],d] = F[a,b,c,d]": (
+        (5, 100, 24),
+        {"F": (5, 500, 16, 24), "T": (500,)},
+        "T",
+        ["F_1[b,a,d] = F[a,b,c,d]", "y[a,T[b],d] = F_1[b,a,d]"],
+    ),
+    # entries lie along memory, and so would be read one by one
+    "y[b,T[c],d] = F[a,b,d] * G[a,b,c] * H[c,a]": (
+        (16, 20_000, 3),
+        {"F": (3, 16, 3), "G": (3, 16, 90_000), "H": (90_000, 3), "T": (90_000,)},
+        "T",
+        ["F_G_H[c,b,d] = F[a,b,d] * G[a,b,c] * H[c,a]", "y[b,T[c],d] = F_G_H[c,b,d]"],
+    ),
+    # sixteen places, which many additions would wait for
+    "y[a,T[c]] = F[a] * G[a,c] * H[a,b,c]": (
+        (3, 16),
+        {"F": (3,), "G": (3, 90_000), "H": (3, 12, 90_000), "T": (90_000,)},
+        "T",
+        ["F_G_H[a,c] = F[a] * G[a,c] * H[a,b,c]", "y[a,T[c]] = F_G_H[a,c]"],
+    ),
+    "y[J[c]] = z[b,c] * F[b,c,d] * G[c,b,d]": (
+        (16,),
+        {"z": (32, 3000), "F": (32, 3000, 100), "G": (3000, 32, 100), "J": (3000,)},
+        "J",
+        ["z_F_G[c] = z[b,c] * F[b,c,d] * G[c,b,d]", "y[J[c]] = z_F_G[c]"],
+    ),
+    # a matrix instruction has its points
+    "y[T[b,g],k] = F[b,f,g] * G[S[b,f],k]": (
+        (9000, 48),
+        {"F": (500, 40, 40), "G": (9000, 48), "S": (500, 40), "T": (500, 40)},
+        "S T",
+        [],
+    ),
+}
 
 
 @pytest.mark.parametrize("statement", SUMMED_FIRST)
@@ -1339,6 +1389,20 @@ def test_what_is_summed_before_all_else(statement: str) -> None:
         found = stages_of(on_a_gpu(request.bind(values)), request.form)
         assert texts(found) == want
         # a sum may be too large for half precision where that of the whole is not
+        assert all(stage.form.dtype == torch.float32 for stage in found[:-1])
+
+
+@pytest.mark.parametrize("statement", SMALL_FIRST)
+def test_what_is_small_is_made_first(statement: str) -> None:
+    shape, shapes, indices, want = SMALL_FIRST[statement]
+    for dtype in (torch.float32, torch.float16):
+        values = {
+            name: found if name in indices.split() else found.to(dtype)
+            for name, found in described(shapes, indices).items()
+        }
+        request = request_of(statement, shape, None, ())
+        found = stages_of(on_a_gpu(request.bind(values)), request.form)
+        assert texts(found) == want
         assert all(stage.form.dtype == torch.float32 for stage in found[:-1])
 
 

@@ -180,7 +180,9 @@ def _drawn(rng: random.Random, most: int) -> DrawnStatement | None:
     whole, result = math.prod(extents.values()), math.prod(one.shape)
     largest = max(math.prod(one.shape_of(dims)) for dims in one.factors)
     fits = most // 512 <= whole <= most and max(largest, result) <= most // 4
-    return one if written and fits else None
+    # of a tensor as it is, or turned, others have a view
+    does = len(factors) > 1 or bool(lengths) or len(written) < len(names)
+    return one if written and fits and does else None
 
 
 def _factor(rng: random.Random, names: str) -> list[Dimension]:

@@ -95,6 +95,7 @@ class Planned:
     multiples: Mapping[str, int] = field(default_factory=dict)  # of variables of our own
     buffers: int = 0  # buffers for the result that are little (`Subject.small_buffers`)
     altogether: int = 0  # those that are, whatever is read, if the result is rounded from them
+    rounds: bool = False  # whether it would be, by one launch more
     longest: int = 0  # entries of a row, a power of two; 0 where nothing is known of them
     entries: int = 0
 
@@ -241,8 +242,11 @@ class Subject:
         """How many buffers for the result are little beside the tensors that are read, or
         altogether, where it need not be rounded from them by one launch more.
         """
-        rounds = self.problem.dtype.itemsize <= 2
-        return max(self.buffers_beside(), 0 if rounds else self.buffers_altogether())
+        return max(self.buffers_beside(), 0 if self.rounds() else self.buffers_altogether())
+
+    def rounds(self) -> bool:
+        """Whether the result is narrower than what contributions meet in."""
+        return self.problem.dtype.itemsize <= 2
 
     def buffers_altogether(self) -> int:
         """How many of them are little, whatever is read."""
@@ -386,6 +390,7 @@ def finish(
         multiples=draft.multiples,
         buffers=subject.small_buffers(),
         altogether=subject.buffers_altogether(),
+        rounds=subject.rounds(),
         longest=draft.longest,
         entries=draft.entries,
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from insum.lang.expr import Access, Call, Expr, Product, Sum, accesses
+from insum.lang.expr import Access, Call, Expr, Product, Sum, accesses, variables
 from insum.plan.config import Config
 from insum.plan.plan import Plan
 from insum.plan.roles import contiguity
@@ -39,6 +39,8 @@ SCARCE_BYTES = 2048
 COMPUTED, COMPUTED_ENTRIES = 512, 4
 #: Rows of a tile whose columns do not lie in memory, and the most entries that they may have.
 ACROSS, SHORT_LINE = 128, 2**13
+#: Values of a tile whose columns are read from places apart.
+APART = 256
 #: Columns of float32 up to which a warp has fewer rows, where every entry is written, too.
 NARROW_READ = 16
 #: Columns in tiles of which the last may be half empty.
@@ -93,6 +95,9 @@ def for_rows(plan: Plan, extents: Mapping[str, int], *, long: bool) -> Config:
     if narrow:  # an index for each entry of each row takes registers
         m = min(m, SHORTEST_ROWS) if n <= SHORTEST_ROWS else m
         return Config(m=m, n=n, k=4, warps=1, stages=1)
+    if n > 1 and _reads_columns_apart(plan):
+        # threads lie along rows instead, so that what entries add up to would go through all warps
+        return Config(m=max(1, APART // n), n=n, k=1, warps=1, stages=1)
     if columns % n and wide and n <= 32:  # few threads of a row have something to read
         return Config(m=max(1, m // 2), n=n, k=4, warps=1, stages=1)
     # where rows end inside of tiles, one warp waits for fewer threads that read nothing
@@ -194,6 +199,13 @@ def _lie_across(plan: Plan, extents: Mapping[str, int]) -> bool:
     along = written in plan.roles.n or any(contiguity(plan.factors, v) for v in plan.roles.n)
     few = extents[plan.segment.var] <= SHORT_LINE and extents[plan.segment.row] >= ACROSS
     return bool(plan.roles.n) and not along and few and len(plan.roles.m) == 1
+
+
+def _reads_columns_apart(plan: Plan) -> bool:
+    """Whether something is read along N that does not lie there, as the channels of vectors."""
+    columns = {*plan.roles.n}
+    reads = (a for f in plan.factors for a in accesses(f, nested=False) if a.indices)
+    return any(columns & {*variables(a)} and a.indices[-1].var not in columns for a in reads)
 
 
 def _row_tile(columns: int, *, wide: bool) -> int:

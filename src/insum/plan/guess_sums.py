@@ -38,10 +38,14 @@ SINGLE_VALUES = 512
 RUN, RUN_OF_HALVES, RUN_NUMBER_BY_NUMBER = (1024, 4), (2048, 8), (512, 4)
 #: So many sums of runs are a thread's each; others read at least so many bytes that lie together.
 MANY_SUMS_OF_RUNS, RUN_BYTES = 2**18, 64
+#: Tiles of sums of runs that are long enough to be cut into pieces.
+CUT_RUN = Config(m=1, n=128, k=8, warps=4, stages=1)
 #: Columns of a tile that are not divided further where sums do not lie along memory.
 NARROWEST = 16
 #: Steps of sums along memory up to which there are more programs of smaller tiles.
 FEW_STEPS = 32
+#: So few columns are read in deep steps.
+NARROW_COLUMNS = 8
 #: Values of a tile that sums and is put together before atomics.
 SMALL_SUMS = 1024
 #: And of one that sums long rows of few columns.
@@ -103,6 +107,7 @@ def for_sum(plan: Plan, extents: Mapping[str, int]) -> Config:
         (_runs_of_places, tile),
         (_columns_summed_last, tile),
         (_of_shared_rows, tile),
+        (_few_sums_of_rows, row),
         (_along_rows, row),
         (_short_sums_of_columns, tile),
         (_turned, narrow),
@@ -181,7 +186,11 @@ def _sums_of_runs(tile: SummedTile) -> Config:
             even //= 2
         n, steps = min(tile.n, OWN_THREADS * even), min(WINDOW_STEPS, length)
         return Config(m=1, n=n, k=1, warps=OWN_THREADS // 32, stages=steps)
-    n, least = min(tile.n, 128), RUN_BYTES // _widest(tile.plan)
+    n = min(tile.n, 128)
+    pieces = length * math.prod(tile.extents[v] for v in roles.loops) // (8 * CUT_RUN.k)
+    if n == CUT_RUN.n and places // n * pieces >= 4 * ENOUGH_PROGRAMS:
+        return CUT_RUN
+    least = RUN_BYTES // _widest(tile.plan)
     least = max(least, min(SMALL_TILE, power_of_two(_row_of_a_run(tile))))
     while n > least and places < 4 * ENOUGH_PROGRAMS * n:
         n //= 2
@@ -251,6 +260,21 @@ def _of_shared_rows(tile: SummedTile) -> Config | None:
         return Config(m=m, n=SMALL_TILE, k=min(4, tile.k), warps=1, stages=1)
     n = min(tile.n, n)
     return Config(m=m, n=n, k=min(k, tile.k), warps=max(1, min(4, m * n // 128)), stages=1)
+
+
+def _few_sums_of_rows(tile: SummedTile) -> Config | None:
+    """So few that they are cut into pieces: as much of one at a time as hides how long it takes."""
+    roles = tile.plan.roles
+    length = extent(roles.k, tile.extents)
+    if tile.plan.strategy != "store" or length < ROW_NUMBERS:
+        return None
+    if length * math.prod(tile.extents[v] for v in roles.loops) < FEW_STEPS * ROW_NUMBERS:
+        return None
+    if output_places(tile.plan, tile.extents) >= 2 * ENOUGH_PROGRAMS:
+        return None
+    return Config(
+        m=1, n=1, k=ROW_NUMBERS * (2 if _widest(tile.plan) <= 2 else 1), warps=4, stages=1
+    )
 
 
 def _along_rows(tile: SummedTile) -> Config | None:
@@ -375,8 +399,15 @@ def _few_long_sums(tile: SummedTile) -> Config | None:
         return None
     wide = 128 // row_bytes(plan)  # a line of memory
     if n >= wide and tile.m >= 4 and _shares_rows(plan):
-        return Config(m=min(tile.m, 16), n=min(n, wide), k=4, warps=4, stages=2)
+        m, n = min(tile.m, 16), min(n, wide)
+        return Config(m=m, n=n, k=4 if m == 16 else min(32, 4096 // (m * n)), warps=4, stages=2)
     n = min(n, 32)
+    deep, steps = (
+        LONGEST_SUM // n,
+        math.prod(tile.extents[v] for v in (*plan.roles.k, *plan.roles.loops)),
+    )
+    if n <= NARROW_COLUMNS and steps >= 8 * ENOUGH_PROGRAMS * deep:
+        return Config(m=1, n=n, k=min(deep, tile.k), warps=8, stages=2)
     return Config(m=1, n=n, k=max(32, min(128, 1024 // n)), warps=8, stages=1)
 
 
@@ -404,7 +435,7 @@ def _down_columns(tile: SummedTile) -> Config | None:
     it adds the first.
     """
     plan, roles, n = tile.plan, tile.plan.roles, tile.n
-    if len(roles.k) != 1 or roles.loops or plan.index_tensors or n < 32:
+    if len(roles.k) != 1 or roles.loops or _picks_along(plan, (*roles.n, *roles.k)) or n < 32:
         return None
     along = contiguity(plan.factors, roles.n[-1]) > 0
     if not along or contiguity(plan.factors, roles.k[-1]):
@@ -457,10 +488,17 @@ def _any_other(tile: SummedTile) -> Config:
 
 
 def _reads_rows_of_sums(plan: Plan) -> bool:
-    """Whether the summed variable walks memory in order, and those along N do not."""
+    """Whether the summed variable walks memory in order, and those along N do not, but for less
+    than there is a number of for each point.
+    """
     roles = plan.roles
-    along = bool(roles.k) and contiguity(plan.factors, roles.k[-1]) > 0
-    return along and not any(contiguity(plan.factors, v) for v in roles.n)
+    if not roles.k or not contiguity(plan.factors, roles.k[-1]):
+        return False
+    if not any(contiguity(plan.factors, v) for v in roles.n):
+        return True
+    points = {*roles.grid, *roles.m, *roles.n, *roles.k, *roles.loops}
+    names = ([index.var for index in read.indices] for read in _reads(plan))
+    return any(own[-1] == roles.k[-1] and points <= {*own} for own in names)
 
 
 def _shares_sides(plan: Plan) -> bool:
@@ -475,6 +513,12 @@ def _tiles(tile: SummedTile, m: int, n: int) -> int:
     """How many programs tiles of such sides make."""
     places = output_places(tile.plan, tile.extents)
     return math.ceil(places / (min(m, tile.m) * min(n, tile.n)))
+
+
+def _picks_along(plan: Plan, axes: tuple[str, ...]) -> bool:
+    """Whether index tensors are read along these variables."""
+    indices = (a for read in _reads(plan) for index in read.indices for a in accesses(index))
+    return any({*axes} & {*variables(a)} for a in indices)
 
 
 def _shares_rows(plan: Plan) -> bool:

@@ -19,8 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from insum.lang.expr import Access, Expr, Var, accesses, variables
-from insum.plan.library import plain_variables
+from insum.lang.expr import Access, Expr, accesses, variables
 from insum.plan.steps import (
     MOVED,
     Place,
@@ -30,6 +29,7 @@ from insum.plan.steps import (
     StepState,
     Term,
     diagonal_of,
+    direct,
     picks_numbers,
     reading_indices,
 )
@@ -45,6 +45,11 @@ UNEVENLY = 1.25
 TWICE, WORTH_A_CALL, WORTH_ON_A_CPU = 2, 2**28, 2**21
 #: The same where a factor is summed by itself, or all of them before they are scattered.
 WORTH_A_SUM = 2**22
+#: And where what is made is smaller than what it is made of, for each statement: of the points, of
+#: which no matrix instructions have the others.
+WORTH_A_SMALL_SUM = 2**20
+#: How many times as much is read and written as is buffered, where that is little.
+FEW_BUFFERED = 8
 #: How many times what is read and written a buffer over all places of a diagonal may be: as many as
 #: distances are for points.
 DIAGONAL = 2
@@ -115,7 +120,7 @@ def ordered(term: Term, wish: str | Path = "auto") -> Ordered:
     match wish:
         case tuple():
             return _made(term, wish)
-        case "auto" if together.cost <= _worth_a_search(term):
+        case "auto" if not _is_worth_a_search(term, together):
             return together
         case "auto":
             found = _made(term, _searched(term, "auto"))
@@ -146,7 +151,7 @@ def is_worth_an_order(target: Access, first: Expr, second: Expr) -> bool:
     if _is_plain_but_for_numbers(target, first, second) or diagonal_of(target, (first, second)):
         return True
     kept, scattered = {*variables(target)}, _inner(target)
-    both = [({*_direct(one)}, _inner(one)) for one in (first, second)]
+    both = [({*direct(one)}, _inner(one)) for one in (first, second)]
     if (both[0][0] & both[1][0]) - kept:
         return any(
             (read and not read & (other | inner))
@@ -209,12 +214,6 @@ def _inner(value: Expr) -> set[str]:
     return {v for access in reads for v in variables(access)}
 
 
-def _direct(value: Expr) -> set[str]:
-    """Variables that stand in indices themselves."""
-    reads = (i for access in accesses(value, nested=False) for i in access.indices)
-    return {atom.name for index in reads for _, atom in index.terms if isinstance(atom, Var)}
-
-
 def _elements(term: Term) -> float:
     """Of everything that is read and written."""
     parts = (*term.target.indices, *term.factors)
@@ -222,12 +221,16 @@ def _elements(term: Term) -> float:
     return math.prod(term.shape) + sum(math.prod(term.shapes.get(n, ())) for n in names)
 
 
-def _worth_a_search(term: Term) -> float:
-    """What one statement costs at most for which no path is searched."""
-    least = _least(term)
-    if not term.on_cpu and _has_own_sums(StepBuilder(term).start):
-        return least + WORTH_A_SUM
-    return _clearly(term) * least
+def _is_worth_a_search(term: Term, together: Ordered) -> bool:
+    """Whether one statement costs so much that a path is searched."""
+    if together.cost > _clearly(term) * _least(term):
+        return True
+    if term.on_cpu:
+        return False
+    sums = _has_own_sums(StepBuilder(term).start)
+    if sums and together.cost > _least(term) + WORTH_A_SUM:
+        return True
+    return (sums or len(term.factors) > 2) and together.points >= 2 * WORTH_A_SMALL_SUM
 
 
 def _least(term: Term) -> float:
@@ -243,6 +246,8 @@ def _is_clear(found: Ordered, together: Ordered, term: Term) -> bool:
     if found.buffered > max(MOST_BUFFERED, MOST_OF_ARGUMENTS * arguments):
         return False
     least = WORTH_ON_A_CPU if term.on_cpu else WORTH_A_CALL
+    if not term.on_cpu and _saves_points(found, together, term):
+        return True
     if not term.on_cpu and any(_adds_alone(step) for step in found.steps[:-1]):
         least = WORTH_A_SUM
         if all(_adds_alone(step) for step in found.steps[:-1]):
@@ -253,13 +258,29 @@ def _is_clear(found: Ordered, together: Ordered, term: Term) -> bool:
         return False
     most = arguments * (1 if term.diagonal is None else DIAGONAL)
     large = found.buffered > most and not term.uneven
-    return found.cost * (BY_FAR if large else _clearly(term)) <= together.cost
+    clearly = TWICE if not term.on_cpu and _only_scatters(found.steps[-1]) else _clearly(term)
+    return found.cost * (BY_FAR if large else clearly) <= together.cost
+
+
+def _saves_points(found: Ordered, together: Ordered, term: Term) -> bool:
+    """Whether what all statements but the last make is small beside what it is made of, or beside
+    all arguments, and takes many points off what is left; of a product of matrices points are
+    cheap.
+    """
+    first, arguments = found.steps[:-1], _elements(term)
+    if any(_inner(step.target) for step in first) or StepBuilder(term).multiplies(
+        term.target, term.factors
+    ):
+        return False
+    small = all(step.shrinks for step in first) and found.buffered <= arguments
+    if not small and FEW_BUFFERED * found.buffered > arguments:
+        return False
+    return together.points - found.points >= WORTH_A_SMALL_SUM * len(first)
 
 
 def _only_scatters(step: Step) -> bool:
     """Whether nothing is left to do but to scatter a buffer."""
-    plain = len(step.factors) == 1 and plain_variables(step.factors[0]) is not None
-    return plain and bool(_inner(step.target))
+    return len(step.factors) == 1 and bool(_inner(step.target))
 
 
 def _adds_alone(step: Step) -> bool:

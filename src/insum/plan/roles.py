@@ -27,6 +27,8 @@ LONGEST_ROW = 1024
 #: Numbers that lie together and are worth reading together, and so many that what lies beside them
 #: does not matter.
 SHORTEST_RUN, LONG_LINE = 16, 512
+#: How many times as much is read along another variable as is written, for that to be a row.
+MOSTLY_READ = 4
 #: Rows of at most so many numbers are a thread's.
 SHORTEST_ROW = 4
 #: So many sums over fewer numbers than these share programs.
@@ -182,10 +184,13 @@ def _score(roles: Roles, m: str, n: str, k: str) -> float:
         )
         else 1
     )
+    # of sides alike, the one along which more lies
+    along = max(_lies_along(roles, m), _lies_along(roles, n))
+    near = 1.25 if along >= max(_lies_along(roles, v) for v in roles.kept or (m,)) else 1
     # Entries of a segment are few and scattered in memory: they fill the K axis only where nothing
     # dense does.
     return float(size[0] * size[1] * size[2] * innermost * both_kept * in_a_row) * (
-        1e-3 if k == roles.segment else 1
+        1e-3 * near if k == roles.segment else near
     )
 
 
@@ -318,16 +323,19 @@ def _as_sum(roles: Roles) -> Contraction:
 
 
 def _summed_axis(roles: Roles, n: str, summed: Sequence[str]) -> str:
-    """The longest summed variable; where nothing is read along N, one that rows are read along."""
-    along = [v for v in summed if roles.extents[v] >= SHORTEST_RUN and contiguity(roles.factors, v)]
-    if along and not contiguity(roles.factors, n):
-        summed = along
+    """The longest summed variable, or the one along which most is read, where that is more than
+    along N.
+    """
+    long = [v for v in summed if roles.extents[v] >= SHORTEST_RUN]
+    most = max((_lies_along(roles, v) for v in long), default=0)
+    if most > _lies_along(roles, n):
+        summed = [v for v in long if _lies_along(roles, v) == most]
     return max(summed, key=lambda v: (roles.extents[v], contiguity(roles.factors, v)), default="")
 
 
-def _worth_a_side(roles: Roles, n: str, v: str) -> tuple[bool, bool, int, int]:
+def _worth_a_side(roles: Roles, n: str, v: str) -> tuple[bool, bool, int, int, int]:
     """How much a kept variable is worth the other side of a tile: it turns what is read, windows
-    along it lie over each other, much is read along it, it is long.
+    along it lie over each other, much is read along it, much is shared along it, it is long.
     """
     slides = roles.extents[v] >= SMALLEST_DOT and any(
         v in names and not names.isdisjoint(roles.summed)
@@ -336,7 +344,21 @@ def _worth_a_side(roles: Roles, n: str, v: str) -> tuple[bool, bool, int, int]:
         for names in (set(variables(index)) for index in read.indices)
     )
     turns = _turns(roles, n, v)
-    return turns, slides, _lies_along(roles, v) if turns else 0, roles.extents[v]
+    along = _lies_along(roles, v) if turns else 0
+    return turns, slides, along, -_read_anew(roles, n, v), roles.extents[v]
+
+
+def _read_anew(roles: Roles, n: str, m: str) -> int:
+    """How often a factor is read at all points of a tile, about: what a side does not have is
+    shared along it.
+    """
+    sizes = {v: max(1, roles.extents[v]) for v in (n, m)}
+    sides = {n: min(WIDE_TILE, sizes[n]), m: min(SHORTEST_RUN, sizes[m])}
+    shared = (
+        math.prod(side for v, side in sides.items() if v not in variables(factor))
+        for factor in roles.factors
+    )
+    return round(4 * sum(1 / by for by in shared))
 
 
 def _lies_along(roles: Roles, v: str) -> int:
@@ -454,11 +476,17 @@ def _beside_row(roles: Roles, axes: set[str]) -> tuple[str, ...]:
 def _innermost(roles: Roles, kept: Sequence[str]) -> str:
     """The innermost kept variable, unless it is tiny and another is not; one that a gathered row
     is read along all the same, for the other would read a row for every number. Of the rows of a
-    segmented output all lie in memory one after the other, and half as much is wide enough.
+    segmented output all lie in memory one after the other, and half as much is wide enough. Where
+    far more is read than written, that is what counts.
     """
     if not kept:
         return ""
-    inner, widest = kept[-1], max(kept, key=lambda v: roles.extents[v])
+    most = max(kept, key=functools.partial(_lies_along, roles))
+    if not roles.row and roles.summed and len(kept) > 2 and roles.extents[most] >= SHORTEST_RUN:
+        beside = max(_lies_along(roles, kept[-1]), math.prod(roles.extents[v] for v in kept))
+        if _lies_along(roles, most) >= MOSTLY_READ * beside:
+            return most
+    inner, widest = kept[-1], max(kept, key=lambda v: (roles.extents[v], _lies_along(roles, v)))
     wide = (2 if roles.row else 1) * roles.extents[inner] >= min(16, roles.extents[widest])
     return inner if wide or _along_gathered_rows(roles, inner, widest) else widest
 

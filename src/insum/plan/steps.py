@@ -17,6 +17,7 @@ from insum.lang.expr import (
     Access,
     Affine,
     Expr,
+    Var,
     accesses,
     fresh,
     index_of,
@@ -25,6 +26,7 @@ from insum.lang.expr import (
     variables,
 )
 from insum.plan.library import is_product_of_matrices, plain_variables
+from insum.plan.roles import SMALLEST_DOT
 
 #: What the costs are counted in: one point of a loop, a multiplication and an addition. Moving one
 #: number to or from memory takes as long as so many points, one more statement as so many.
@@ -44,6 +46,13 @@ UNEVEN = 2
 #: How many times as long the points of a sum take that is scattered, and of how many at least:
 #: where a factor has a number for each, and else into how few places.
 SCATTERED_SUM, LONG_SUMS, LONGER_SUMS, FEW_PLACES = 16, 16, 2**7, 2**16
+#: How many times as large as what is made the largest is that it is made of, where that is small.
+SMALL = 2
+#: Numbers of a line of memory, and so many sums for each place that they wait for one another.
+LINE, CROWDED = 8, 2**7
+#: Into so few places that nothing else hides how long a sum takes, and what each step of one takes
+#: that only one factor has, and waits for.
+HARDLY_ANY_PLACES, SCATTERED_STEP = 2**10, 2**20
 #: Up to so many factors of one step that read through indices, every way to read them is looked at.
 MOST_OPENED = 3
 #: A buffer is called after what it is made of, up to so many letters.
@@ -114,6 +123,8 @@ class Step:
     Attributes:
         dims: the variable that each dimension of the target is as long as; of a buffer.
         positions: what it takes out of the factors that are left.
+        shrinks: whether what it makes is small beside the largest of what it is made of, and no
+            matrix instruction has it.
     """
 
     target: Access
@@ -122,6 +133,7 @@ class Step:
     positions: tuple[int, ...]
     cost: float
     points: float
+    shrinks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,12 +216,55 @@ class StepBuilder:
     ) -> Step:
         points = self.size_of({v for f in (target, *factors) for v in variables(f)})
         moved = written + sum(self.read_by(a) for f in factors for a in accesses(f))
+        moved += (LINE - 1) * self.read_apart(target, factors)
         weight = self.weight(target, factors, points)
-        again = SCATTERED_SUM if self.scatters_sums(target, factors, points) else 1
+        again = SCATTERED_SUM if self.scatters_sums(target, factors, points, written) else 1
         cost = again * (weight * points + MOVED * moved) + self.term.started
-        return Step(target, factors, dims, positions, cost, points)
+        cost += SCATTERED_STEP * self.waits(target, factors)
+        largest = max((self.size_of({*variables(f)}) for f in factors), default=0)
+        small = SMALL * self.size_of({*variables(target)}) <= largest
+        shrinks = small and not self.multiplies(target, factors)
+        return Step(target, factors, dims, positions, cost, points, shrinks)
 
-    def scatters_sums(self, target: Access, factors: tuple[Expr, ...], points: float) -> bool:
+    def waits(self, target: Access, factors: tuple[Expr, ...]) -> float:
+        """Steps of a sum that is scattered, one after another, where no matrix instruction takes
+        several: of numbers alone those along one variable are taken at once.
+        """
+        scattered = {v for i in target.indices for a in accesses(i) for v in variables(a)}
+        if self.term.on_cpu or not scattered or self.multiplies(target, factors):
+            return 0
+        kept = {*variables(target)}
+        sizes = sorted(self.extents[v] for v in {v for f in factors for v in variables(f)} - kept)
+        if kept <= scattered:
+            sizes = sizes[:-1]
+        return math.prod(sizes) if sizes else 0
+
+    def read_apart(self, target: Access, factors: tuple[Expr, ...]) -> float:
+        """Numbers that lie along what is scattered, and beside others: rows of a result read them
+        one by one.
+        """
+        scattered = {v for i in target.indices for a in accesses(i) for v in variables(a)}
+        if self.term.on_cpu or not scattered or self.multiplies(target, factors):
+            return 0
+        reads = (a for f in factors for a in accesses(f, nested=False) if len(a.indices) > 1)
+        return sum(self.read_by(a) for a in reads if a.indices[-1].var in scattered)
+
+    def multiplies(self, target: Access, factors: Sequence[Expr]) -> bool:
+        """Whether a matrix instruction may have it: two factors share what is summed, and each has
+        a side of its own, all of them long enough; what finds a matrix by an index is no side.
+        """
+        kept, read = {*variables(target)}, [({*variables(f)}, direct(f)) for f in factors]
+        return any(
+            all(
+                self.size_of(names) >= SMALLEST_DOT
+                for names in ((one & other) - kept, (one - right) & kept, (other - left) & kept)
+            )
+            for (one, left), (other, right) in itertools.combinations(read, 2)
+        )
+
+    def scatters_sums(
+        self, target: Access, factors: tuple[Expr, ...], points: float, places: float
+    ) -> bool:
         """Whether what is scattered are long sums: its entries are then walked by the threads that
         have a place, and what lies along them in memory is read number by number. Products of
         matrices for each entry are none, for which there are far more places.
@@ -220,11 +275,15 @@ class StepBuilder:
         if self.term.on_cpu or not scattered or len(every) == len({*variables(target)}):
             return False
         whole = [f for f in factors if every <= (plain_variables(f) or {*()})]
-        if any(isinstance(f, Access) and f.indices[0].var in scattered for f in whole):
+        reads = [f for f in whole if isinstance(f, Access)]
+        together = any(f.indices[0].var in scattered for f in reads)
+        lines = every - {*variables(target)} - {f.indices[-1].var for f in reads}
+        if together and (places > HARDLY_ANY_PLACES or not lines):
             return False  # what an entry sums lies together
         if whole:
             # rows of numbers that lie along entries would be read one by one
-            return points >= (2 if picks_numbers(target) else LONG_SUMS) * made
+            short = picks_numbers(target) or made >= CROWDED * places
+            return points >= (2 if short else LONG_SUMS) * made
         return made <= FEW_PLACES and points >= LONGER_SUMS * made
 
     def weight(self, target: Access, factors: tuple[Expr, ...], points: float) -> float:
@@ -323,6 +382,12 @@ class StepBuilder:
             left, scattered = self.scattered(left, set(order), needed)
         later = left.variables() | needed
         kept = {v: index_of(v) for v in order if v in later and v not in walked}
+        if not self.term.on_cpu and self.diagonal is None:  # what is scattered lies in rows
+            *outer, last = left.target.indices or (Affine((), 0),)
+            rows = {v for i in outer for a in accesses(i) for v in variables(a)} - {
+                *variables(last)
+            }
+            kept = dict(sorted(kept.items(), key=lambda one: one[0] not in rows))
         along = [(v, index_of(v), index) for v, index in walked.items()]
         along += [(v, index, index_of(v)) for v, index in scattered.items()]
         beside = [(v, index, index) for v, index in kept.items()]
@@ -544,6 +609,12 @@ def _walked(part: Access, index: Affine | None) -> Access:
     """With a variable that no statement can spell for the places of an index."""
     found = tuple(index_of("#") if one == index else one for one in part.indices)
     return replace(part, indices=found)
+
+
+def direct(value: Expr) -> set[str]:
+    """Variables that stand in indices themselves."""
+    reads = (i for access in accesses(value, nested=False) for i in access.indices)
+    return {atom.name for index in reads for _, atom in index.terms if isinstance(atom, Var)}
 
 
 def reading_indices(factor: Expr) -> Iterator[Affine]:

@@ -216,9 +216,10 @@ def pieces(plan: Plan, config: Config, extents: Mapping[str, int]) -> int:
     steps = steps_of_program(plan, config, extents)
     # without matrix units all waits for memory, and many programs wait at once
     enough = ENOUGH_PROGRAMS if plan.roles.dot else 4 * ENOUGH_PROGRAMS
-    if programs >= enough // 2 or steps < LEAST_CUT or not programs:
+    at_once = config.stages if config.k == 1 else 1  # steps that each thread reads before it adds
+    if programs >= enough // 2 or steps < LEAST_CUT * at_once or not programs:
         return 1
-    return max(1, min(enough // programs, steps // 8, most))
+    return max(1, min(enough // programs, steps // (8 if plan.roles.dot else 4), most))
 
 
 def cuts_outer_loop(plan: Plan, config: Config, extents: Mapping[str, int]) -> bool:

@@ -25,6 +25,9 @@ from insum.runtime.program import Launch, ProductLaunches
 #: Kernels of a statement up to which others are written for lists of steps that are cut: a network
 #: of many widths needs its room for these.
 MOST_TO_CUT = 4
+#: Numbers of a workspace that are added up in no more time than a launch takes, and those of a
+#: tile of so many places.
+SOON_ADDED, SOON_ADDED_UP, SIDE_BY_SIDE = 2**17, 2**12, 32
 
 
 def tiles(product: ProductBuild) -> ProductLaunches:
@@ -114,12 +117,21 @@ def _pieces(product: ProductBuild, config: Config) -> tuple[int, bool]:
         one = tiling.output_places(plan, product.extents) * tiling.BYTES.get(plan.accumulator, 8)
         found = max(1, min(wanted, max(buffers, SMALL_BYTES // max(1, one))))
         return found, found > 1
+    if _are_soon_rounded(product, wanted):
+        return wanted, wanted > 1
     alone = plan.reduce != "sum" or wishes.deterministic or wishes.accumulate
     found = max(1, min(wanted, buffers if alone or not buffers else wanted))
     if found == 1 < wanted and _is_long(product, config):
         found = max(1, min(wanted, product.planned.altogether))
         return found, found > 1
     return found, alone and found > 1
+
+
+def _are_soon_rounded(product: ProductBuild, pieces: int) -> bool:
+    """Whether so few numbers are rounded that to add them up takes no longer than that alone."""
+    planned, places = product.planned, tiling.output_places(product.plan, product.extents)
+    fits = pieces <= planned.altogether and pieces * places <= SOON_ADDED
+    return planned.rounds and fits and pieces * min(places, SIDE_BY_SIDE) <= SOON_ADDED_UP
 
 
 def _is_long(product: ProductBuild, config: Config) -> bool:

@@ -80,8 +80,8 @@ def atomic_for_numbers(subject: Subject, draft: Draft, scatter: Scatter) -> Plan
     beside = math.prod(draft.extents[v] for v in own - {*variables(last)})
     entries = math.prod(draft.extents[v] for v in scatter.variables)
     along = contiguity(draft.factors, entry) > 0
-    few = not draft.summed() and MOSTLY_EMPTY * entries <= subject.rows(scatter)
-    if not (few and along and beside >= LEAST_ROWS):
+    times = MOSTLY_EMPTY * (1 if along else 2)
+    if draft.summed() or times * entries > subject.rows(scatter) or beside < LEAST_ROWS:
         return None
     return _atomic(subject, draft, "what is added lies along the entries")
 
