@@ -428,6 +428,26 @@ def test_vectors_of_rows_are_read_an_entry_at_a_time(channels: int) -> None:
     assert plan.roles.n == ("c",) and (choice[0].m * choice[0].n, choice[0].k) == (256, 1)
 
 
+def test_few_sums_of_what_lies_two_ways_read_lines_of_both() -> None:
+    values = {"x": drawn(3000, 48, 200), "z": drawn(200, 48, 3000)}
+    plan, (one,) = guessed("y[b] = x[a,b,c] * z[c,b,a]", **values)
+    assert plan.roles.n == ("c",) and plan.roles.k == ("a",) and one.n * one.k > 1024
+
+
+def test_short_rows_are_summed_where_they_lie() -> None:
+    """Of 48 rows of eight numbers each sum is made, and not of eight columns."""
+    plan, _ = guessed("y[a,b,c] = x[a,b,c,d,e]", x=drawn(48, 256, 2, 48, 8))
+    assert plan.roles.k == ("e",) and plan.roles.loops == ("d",)
+
+
+def test_vectors_of_gathered_rows_are_summed_number_by_number() -> None:
+    """The gradient of weights of vectors: of a tile four numbers deep a quarter would be empty."""
+    values = {n: drawn(20_000, 64, 3, dtype=torch.float32) for n in ("z", "v")}
+    values |= {n: drawn(90_000, below=20_000) for n in ("d", "s")}
+    plan, (one,) = guessed("w[e,c] = z[d[e],c,i] * v[s[e],c,i]", **values)
+    assert plan.roles.k == ("i",) and (one.m, one.n, one.k, one.warps) == (4, 64, 1, 4)
+
+
 def test_rows_of_a_few_numbers_are_read_together() -> None:
     """Of 16 384 rotations, each of 15 vectors."""
     values = {"R": drawn(16_384, 3, 3), "x": drawn(16_384, 15, 3)}

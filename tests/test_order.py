@@ -1406,6 +1406,17 @@ def test_what_is_small_is_made_first(statement: str) -> None:
         assert all(stage.form.dtype == torch.float32 for stage in found[:-1])
 
 
+def test_little_buffers_of_halves_are_not_rounded() -> None:
+    """A product of two may be too large where that of the whole is not."""
+    values = described(
+        {"F": (9000,), "G": (100,), "H": (16, 9000), "I": (9000,), "J": (900,)}, "I J"
+    )
+    values = {n: v if n in "IJ" else v.half() for n, v in values.items()}
+    request = request_of("y[] = F[a] * G[I[a]] * H[J[b],a]", None, None, ())
+    found = stages_of(on_a_gpu(request.bind(values)), request.form)
+    assert [str(stage.form.dtype)[6:] for stage in found] == ["float32", "float32", "float16"]
+
+
 def test_an_order_of_many_indices_is_found() -> None:
     """On a CPU, where nothing is summed first: buffers of buffers have no end."""
     values = described({"A": (9,), "B": (16, 100), "C": (9,), "J": (2000,), "T": (2000,)}, "J T")

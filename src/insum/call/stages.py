@@ -305,10 +305,8 @@ class _StageWriter:
             last = path.steps[-1].factors
             for step in path.steps[:-1]:
                 # what is left to be scattered is summed up to then
-                sums = (
-                    step.shrinks
-                    or len(last) == 1
-                    and step.target.tensor in {a.tensor for a in accesses(last[0])}
+                sums = path.exact or (
+                    len(last) == 1 and step.target.tensor in {a.tensor for a in accesses(last[0])}
                 )
                 stages.append(self.filling(step, accumulator(dtype) if sums else dtype, places))
             numbers = [f for f in term.factors if isinstance(f, Number)]

@@ -108,6 +108,7 @@ def for_sum(plan: Plan, extents: Mapping[str, int]) -> Config:
         (_columns_summed_last, tile),
         (_of_shared_rows, tile),
         (_few_sums_of_rows, row),
+        (_vectors_of_rows, row),
         (_along_rows, row),
         (_short_sums_of_columns, tile),
         (_turned, narrow),
@@ -272,9 +273,24 @@ def _few_sums_of_rows(tile: SummedTile) -> Config | None:
         return None
     if output_places(tile.plan, tile.extents) >= 2 * ENOUGH_PROGRAMS:
         return None
+    if any(own[-1] != roles.k[-1] for own in _every_point(tile.plan)):
+        return None
     return Config(
         m=1, n=1, k=ROW_NUMBERS * (2 if _widest(tile.plan) <= 2 else 1), warps=4, stages=1
     )
+
+
+def _vectors_of_rows(tile: SummedTile) -> Config | None:
+    """Of rows that are gathered a few numbers at each column: every thread sums them one after the
+    other, and nothing of a tile is empty.
+    """
+    roles, picked = tile.plan.roles, _picks_along(tile.plan, tile.plan.roles.m)
+    if not roles.m or tile.k > SHORT_ROW or tile.n < SMALL_TILE or not picked:
+        return None
+    if _picks_along(tile.plan, (*roles.n, *roles.k)) or roles.loops:
+        return None
+    n = min(tile.n, 2 * SMALL_TILE)
+    return Config(m=min(tile.m, OWN_THREADS * 2 // n), n=n, k=1, warps=4, stages=1)
 
 
 def _along_rows(tile: SummedTile) -> Config | None:
@@ -496,9 +512,17 @@ def _reads_rows_of_sums(plan: Plan) -> bool:
         return False
     if not any(contiguity(plan.factors, v) for v in roles.n):
         return True
+    return any(own[-1] == roles.k[-1] for own in _every_point(plan))
+
+
+def _every_point(plan: Plan) -> Iterator[list[str | None]]:
+    """The variables of each factor that has a number for each point, in the order of its memory."""
+    roles = plan.roles
     points = {*roles.grid, *roles.m, *roles.n, *roles.k, *roles.loops}
-    names = ([index.var for index in read.indices] for read in _reads(plan))
-    return any(own[-1] == roles.k[-1] and points <= {*own} for own in names)
+    for read in _reads(plan):
+        own = [index.var for index in read.indices]
+        if points <= {*own}:
+            yield own
 
 
 def _shares_sides(plan: Plan) -> bool:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from insum.lang.expr import Access, Expr, accesses, variables
@@ -80,11 +80,13 @@ class Ordered:
     Attributes:
         places: what the variables of our own run over.
         buffered: elements of all buffers.
+        exact: whether these are so few that nothing is rounded between statements.
     """
 
     steps: tuple[Step, ...]
     places: Mapping[str, Place]
     buffered: float
+    exact: bool = False
 
     @property
     def path(self) -> Path:
@@ -123,8 +125,11 @@ def ordered(term: Term, wish: str | Path = "auto") -> Ordered:
         case "auto" if not _is_worth_a_search(term, together):
             return together
         case "auto":
-            found = _made(term, _searched(term, "auto"))
-            return found if _is_clear(found, together, term) else together
+            for path in _worth_a_look(term):
+                found = _made(term, path)
+                if _is_clear(found, together, term):
+                    return replace(found, exact=_is_exact(found, together, term))
+            return together
         case _:
             found = _made(term, _searched(term, wish))
             return found if found.cost < together.cost else together
@@ -246,7 +251,7 @@ def _is_clear(found: Ordered, together: Ordered, term: Term) -> bool:
     if found.buffered > max(MOST_BUFFERED, MOST_OF_ARGUMENTS * arguments):
         return False
     least = WORTH_ON_A_CPU if term.on_cpu else WORTH_A_CALL
-    if not term.on_cpu and _saves_points(found, together, term):
+    if _saves_points(found, together, term):
         return True
     if not term.on_cpu and any(_adds_alone(step) for step in found.steps[:-1]):
         least = WORTH_A_SUM
@@ -268,14 +273,22 @@ def _saves_points(found: Ordered, together: Ordered, term: Term) -> bool:
     cheap.
     """
     first, arguments = found.steps[:-1], _elements(term)
-    if any(_inner(step.target) for step in first) or StepBuilder(term).multiplies(
-        term.target, term.factors
-    ):
+    if term.on_cpu or any(_inner(step.target) for step in first):
+        return False
+    if StepBuilder(term).multiplies(term.target, term.factors):
         return False
     small = all(step.shrinks for step in first) and found.buffered <= arguments
     if not small and FEW_BUFFERED * found.buffered > arguments:
         return False
     return together.points - found.points >= WORTH_A_SMALL_SUM * len(first)
+
+
+def _is_exact(found: Ordered, together: Ordered, term: Term) -> bool:
+    """Whether what is buffered is so little that it need not be rounded."""
+    if StepBuilder(term).multiplies(term.target, term.factors):
+        return False
+    little = FEW_BUFFERED * found.buffered <= _elements(term)
+    return little or _saves_points(found, together, term)
 
 
 def _only_scatters(step: Step) -> bool:
@@ -326,6 +339,15 @@ def _searched(term: Term, wish: str) -> Path:
     most = {"auto": MOST_SEARCHED, "optimal": MOST_ASKED}.get(wish, 0)
     steps = _exhaustive(builder) if len(free) <= most else _greedy(builder)
     return _positions(builder.start, steps)
+
+
+def _worth_a_look(term: Term) -> Iterator[Path]:
+    """The cheapest path, and that by which factors are summed that have sums of their own."""
+    yield _searched(term, "auto")
+    start = StepBuilder(term).start
+    own = [p for p in range(len(start.factors)) if _has_own_sums(start, (p,))]
+    if own and not term.on_cpu and len(start.factors) > 1:
+        yield _positions(start, tuple((start.factors[p].inside,) for p in own))
 
 
 def _positions(state: StepState, steps: _Taken) -> Path:

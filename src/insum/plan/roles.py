@@ -327,6 +327,8 @@ def _summed_axis(roles: Roles, n: str, summed: Sequence[str]) -> str:
     along N.
     """
     long = [v for v in summed if roles.extents[v] >= SHORTEST_RUN]
+    if not any(_lies_along(roles, v) for v in long):  # sectors of memory at least
+        long = [v for v in summed if roles.extents[v] >= SMALLEST_DOT]
     most = max((_lies_along(roles, v) for v in long), default=0)
     if most > _lies_along(roles, n):
         summed = [v for v in long if _lies_along(roles, v) == most]
@@ -531,7 +533,7 @@ def _summed_instead(roles: Roles) -> str:
         return ""  # too little for programs of their own
     return (
         max(short, key=lambda v: contiguity(roles.factors, v))
-        if short and (long or len(roles.summed) > 1) and work >= 64
+        if short and (long or len(roles.summed) > 1) and (work >= 64 or len(along) > 1)
         else ""
     )
 
