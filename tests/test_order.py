@@ -1417,6 +1417,17 @@ def test_little_buffers_of_halves_are_not_rounded() -> None:
     assert [str(stage.form.dtype)[6:] for stage in found] == ["float32", "float32", "float16"]
 
 
+def test_sums_of_halves_that_are_scattered_are_not_rounded() -> None:
+    """They may be too large where what they are multiplied by makes them small again."""
+    shapes = {"F": (30,), "G": (9000,), "H": (40, 9000), "K": (30,), "L": (50, 40, 9000)}
+    values = {n: v.half() for n, v in described(shapes).items()} | described({"T": (9000,)}, "T")
+    request = request_of(
+        "y[d,T[a],b] = F[b] * G[a] * H[d,a] * K[b] * L[c,d,a]", (40, 100, 30), None, ()
+    )
+    found = stages_of(on_a_gpu(request.bind(values)), request.form)
+    assert len(found) > 1 and all(one.form.dtype == torch.float32 for one in found[:-1])
+
+
 def test_an_order_of_many_indices_is_found() -> None:
     """On a CPU, where nothing is summed first: buffers of buffers have no end."""
     values = described({"A": (9,), "B": (16, 100), "C": (9,), "J": (2000,), "T": (2000,)}, "J T")

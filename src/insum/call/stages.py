@@ -302,13 +302,11 @@ class _StageWriter:
                 continue
             places |= path.places
             dtype = self.dtype_of(term)
-            last = path.steps[-1].factors
             for step in path.steps[:-1]:
-                # what is left to be scattered is summed up to then
-                sums = path.exact or (
-                    len(last) == 1 and step.target.tensor in {a.tensor for a in accesses(last[0])}
-                )
-                stages.append(self.filling(step, accumulator(dtype) if sums else dtype, places))
+                exact = self.is_exact(step, path)
+                stages.append(self.filling(step, accumulator(dtype) if exact else dtype, places))
+                if exact:
+                    self.wide.add(step.target.tensor)
             numbers = [f for f in term.factors if isinstance(f, Number)]
             values.append(product([*numbers, *path.steps[-1].factors]))
             if len(path.steps) > 1:
@@ -328,9 +326,17 @@ class _StageWriter:
             return dtype
         return accumulator(dtype)
 
+    def is_exact(self, step: Step, path: Ordered) -> bool:
+        """Whether a buffer is as precise as a kernel's sums: where all of them are little, where it
+        is a sum and nothing is a product of matrices, and where it is what is scattered.
+        """
+        last = path.steps[-1].factors
+        if path.exact or _adds(step) and not any(one.multiplied for one in path.steps):
+            return True
+        return len(last) == 1 and step.target.tensor in {a.tensor for a in accesses(last[0])}
+
     def filling(self, step: Step, dtype: torch.dtype, places: Mapping[str, Place]) -> Stage:
-        value = product(list(step.factors))
-        adds = not {*variables(value)} <= determined(step.target.indices)
+        value, adds = product(list(step.factors)), _adds(step)
         if isinstance(value, Access) and not adds:
             dtype = self.types[value.tensor].dtype
         elif len(step.factors) == 1 and adds or self.wide & {a.tensor for a in accesses(value)}:
@@ -365,6 +371,12 @@ class _StageWriter:
             NEVER,
         )
         return Stage(form, fills, reads, (*dims, *(places.get(v, v) for v in used)), positions)
+
+
+def _adds(step: Step) -> bool:
+    """Whether several points meet in a place of what a step makes."""
+    read = {v for factor in step.factors for v in variables(factor)}
+    return not read <= determined(step.target.indices)
 
 
 def _indexing(statement: Statement) -> set[str]:

@@ -123,8 +123,9 @@ class Step:
     Attributes:
         dims: the variable that each dimension of the target is as long as; of a buffer.
         positions: what it takes out of the factors that are left.
-        shrinks: whether what it makes is small beside the largest of what it is made of, and no
-            matrix instruction has it.
+        multiplied: whether a matrix instruction may have it.
+        shrinks: whether what it makes is small beside the largest of what it is made of, and none
+            has.
     """
 
     target: Access
@@ -133,6 +134,7 @@ class Step:
     positions: tuple[int, ...]
     cost: float
     points: float
+    multiplied: bool = False
     shrinks: bool = False
 
 
@@ -223,8 +225,9 @@ class StepBuilder:
         cost += SCATTERED_STEP * self.waits(target, factors)
         largest = max((self.size_of({*variables(f)}) for f in factors), default=0)
         small = SMALL * self.size_of({*variables(target)}) <= largest
-        shrinks = small and not self.multiplies(target, factors)
-        return Step(target, factors, dims, positions, cost, points, shrinks)
+        multiplied = self.multiplies(target, factors)
+        shrinks = small and not multiplied
+        return Step(target, factors, dims, positions, cost, points, multiplied, shrinks)
 
     def waits(self, target: Access, factors: tuple[Expr, ...]) -> float:
         """Steps of a sum that is scattered, one after another, where no matrix instruction takes
