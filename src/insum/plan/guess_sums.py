@@ -163,8 +163,7 @@ def _runs_of_places(tile: SummedTile) -> Config | None:
     if roles.k:
         return _sums_of_runs(tile)
     inner = roles.n[-1]
-    indices = (a for read in _reads(plan) for index in read.indices for a in accesses(index))
-    picked = any(inner in variables(a) for a in indices)
+    picked = _picks_along(plan, (inner,))
     n, warps = RUN_NUMBER_BY_NUMBER
     if tile.extents[inner] % 2 == 0 and not picked:
         n, warps = RUN_OF_HALVES if _widest(plan) <= 2 else RUN
@@ -416,7 +415,9 @@ def _few_long_sums(tile: SummedTile) -> Config | None:
     wide = 128 // row_bytes(plan)  # a line of memory
     if n >= wide and tile.m >= 4 and _shares_rows(plan):
         m, n = min(tile.m, 16), min(n, wide)
-        return Config(m=m, n=n, k=4 if m == 16 else min(32, 4096 // (m * n)), warps=4, stages=2)
+        return Config(
+            m=m, n=n, k=4 if m == 16 else min(32, LONGEST_SUM // (m * n)), warps=4, stages=2
+        )
     n = min(n, 32)
     deep, steps = (
         LONGEST_SUM // n,

@@ -30,6 +30,7 @@ from insum.plan.steps import (
     Term,
     diagonal_of,
     direct,
+    inner,
     picks_numbers,
     reading_indices,
 )
@@ -155,17 +156,17 @@ def is_worth_an_order(target: Access, first: Expr, second: Expr) -> bool:
     """
     if _is_plain_but_for_numbers(target, first, second) or diagonal_of(target, (first, second)):
         return True
-    kept, scattered = {*variables(target)}, _inner(target)
-    both = [({*direct(one)}, _inner(one)) for one in (first, second)]
+    kept, scattered = {*variables(target)}, inner(target)
+    both = [({*direct(one)}, inner(one)) for one in (first, second)]
     if (both[0][0] & both[1][0]) - kept:
         return any(
-            (read and not read & (other | inner))
-            or (scattered & own and not scattered & (other | inner))
-            for (own, read), (other, inner) in (both, both[::-1])
+            (read and not read & (other | through))
+            or (scattered & own and not scattered & (other | through))
+            for (own, read), (other, through) in (both, both[::-1])
         )
     return any(
-        bool(read) and not read & (own | kept) and read <= other | inner
-        for (own, read), (other, inner) in (both, both[::-1])
+        bool(read) and not read & (own | kept) and read <= other | through
+        for (own, read), (other, through) in (both, both[::-1])
     )
 
 
@@ -185,7 +186,7 @@ def adds_up_first(target: Access, factors: Sequence[Expr]) -> bool:
     """
     kept = {*variables(target)}
     read = [{*variables(f)} for f in factors]
-    if _inner(target) and any(names - kept for names in read):
+    if inner(target) and any(names - kept for names in read):
         return True
     return len(read) == 2 and any(
         one - other - kept and other - one for one, other in (read, read[::-1])
@@ -211,12 +212,6 @@ def _is_plain_but_for_numbers(target: Access, first: Expr, second: Expr) -> bool
         return False
     kept, a, b = ({*variables(part)} for part in (target, first, second))
     return bool((a & b) - kept and a - b and b - a)
-
-
-def _inner(value: Expr) -> set[str]:
-    """Variables that index tensors are read by."""
-    reads = (a for index in reading_indices(value) for a in accesses(index))
-    return {v for access in reads for v in variables(access)}
 
 
 def _elements(term: Term) -> float:
@@ -273,7 +268,7 @@ def _saves_points(found: Ordered, together: Ordered, term: Term) -> bool:
     cheap.
     """
     first, arguments = found.steps[:-1], _elements(term)
-    if term.on_cpu or any(_inner(step.target) for step in first):
+    if term.on_cpu or any(inner(step.target) for step in first):
         return False
     if StepBuilder(term).multiplies(term.target, term.factors):
         return False
@@ -293,7 +288,7 @@ def _is_exact(found: Ordered, together: Ordered, term: Term) -> bool:
 
 def _only_scatters(step: Step) -> bool:
     """Whether nothing is left to do but to scatter a buffer."""
-    return len(step.factors) == 1 and bool(_inner(step.target))
+    return len(step.factors) == 1 and bool(inner(step.target))
 
 
 def _adds_alone(step: Step) -> bool:
@@ -368,7 +363,7 @@ def _next(
     """
     free = [p for p, f in enumerate(state.factors) if variables(f.value)]
     every = len(state.factors)
-    scattered = any(_inner(Access("", (index,))) for index in state.target.indices)
+    scattered = any(inner(Access("", (index,))) for index in state.target.indices)
     last = every if every == 2 or scattered else every - 1
     for count in range(1, min(most, last) + 1):
         for positions in itertools.combinations(free, count):

@@ -50,8 +50,8 @@ SCATTERED_SUM, LONG_SUMS, LONGER_SUMS, FEW_PLACES = 16, 16, 2**7, 2**16
 SMALL = 2
 #: Numbers of a line of memory, and so many sums for each place that they wait for one another.
 LINE, CROWDED = 8, 2**7
-#: Into so few places that nothing else hides how long a sum takes, and what each step of one takes
-#: that only one factor has, and waits for.
+#: Into so few places that nothing else hides how long a sum takes, and what each step takes of one
+#: that is scattered, which waits for the one before.
 HARDLY_ANY_PLACES, SCATTERED_STEP = 2**10, 2**20
 #: Up to so many factors of one step that read through indices, every way to read them is looked at.
 MOST_OPENED = 3
@@ -218,23 +218,25 @@ class StepBuilder:
     ) -> Step:
         points = self.size_of({v for f in (target, *factors) for v in variables(f)})
         moved = written + sum(self.read_by(a) for f in factors for a in accesses(f))
-        moved += (LINE - 1) * self.read_apart(target, factors)
+        multiplied = self.multiplies(target, factors)
+        if not multiplied:
+            moved += (LINE - 1) * self.read_apart(target, factors)
         weight = self.weight(target, factors, points)
         again = SCATTERED_SUM if self.scatters_sums(target, factors, points, written) else 1
         cost = again * (weight * points + MOVED * moved) + self.term.started
-        cost += SCATTERED_STEP * self.waits(target, factors)
+        if not multiplied:
+            cost += SCATTERED_STEP * self.waits(target, factors)
         largest = max((self.size_of({*variables(f)}) for f in factors), default=0)
         small = SMALL * self.size_of({*variables(target)}) <= largest
-        multiplied = self.multiplies(target, factors)
         shrinks = small and not multiplied
         return Step(target, factors, dims, positions, cost, points, multiplied, shrinks)
 
     def waits(self, target: Access, factors: tuple[Expr, ...]) -> float:
-        """Steps of a sum that is scattered, one after another, where no matrix instruction takes
-        several: of numbers alone those along one variable are taken at once.
+        """Steps of a sum that is scattered, one after another: of numbers alone those along one
+        variable are taken at once.
         """
-        scattered = {v for i in target.indices for a in accesses(i) for v in variables(a)}
-        if self.term.on_cpu or not scattered or self.multiplies(target, factors):
+        scattered = inner(target)
+        if self.term.on_cpu or not scattered:
             return 0
         kept = {*variables(target)}
         sizes = sorted(self.extents[v] for v in {v for f in factors for v in variables(f)} - kept)
@@ -246,8 +248,8 @@ class StepBuilder:
         """Numbers that lie along what is scattered, and beside others: rows of a result read them
         one by one.
         """
-        scattered = {v for i in target.indices for a in accesses(i) for v in variables(a)}
-        if self.term.on_cpu or not scattered or self.multiplies(target, factors):
+        scattered = inner(target)
+        if self.term.on_cpu or not scattered:
             return 0
         reads = (a for f in factors for a in accesses(f, nested=False) if len(a.indices) > 1)
         return sum(self.read_by(a) for a in reads if a.indices[-1].var in scattered)
@@ -272,7 +274,7 @@ class StepBuilder:
         have a place, and what lies along them in memory is read number by number. Products of
         matrices for each entry are none, for which there are far more places.
         """
-        scattered = {v for i in target.indices for a in accesses(i) for v in variables(a)}
+        scattered = inner(target)
         every = {v for part in (target, *factors) for v in variables(part)}
         made = self.size_of(variables(target))
         if self.term.on_cpu or not scattered or len(every) == len({*variables(target)}):
@@ -387,9 +389,7 @@ class StepBuilder:
         kept = {v: index_of(v) for v in order if v in later and v not in walked}
         if not self.term.on_cpu and self.diagonal is None:  # what is scattered lies in rows
             *outer, last = left.target.indices or (Affine((), 0),)
-            rows = {v for i in outer for a in accesses(i) for v in variables(a)} - {
-                *variables(last)
-            }
+            rows = inner(Access("", tuple(outer))) - {*variables(last)}
             kept = dict(sorted(kept.items(), key=lambda one: one[0] not in rows))
         along = [(v, index_of(v), index) for v, index in walked.items()]
         along += [(v, index, index_of(v)) for v, index in scattered.items()]
@@ -612,6 +612,12 @@ def _walked(part: Access, index: Affine | None) -> Access:
     """With a variable that no statement can spell for the places of an index."""
     found = tuple(index_of("#") if one == index else one for one in part.indices)
     return replace(part, indices=found)
+
+
+def inner(value: Expr) -> set[str]:
+    """Variables that index tensors are read by."""
+    reads = (a for index in reading_indices(value) for a in accesses(index))
+    return {v for access in reads for v in variables(access)}
 
 
 def direct(value: Expr) -> set[str]:
