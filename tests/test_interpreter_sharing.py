@@ -121,6 +121,16 @@ def test_several_matrices_for_a_token(seen: str) -> None:
     torch.testing.assert_close(flat, by_entry(X[:, None].expand(-1, 2, -1), W, e))
 
 
+def test_what_is_summed_over_all_tiles(seen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs then walk the tiles, of which some find nothing to do."""
+    F, G, e = torch.randn(260, 32), torch.randn(40, 32, 9), torch.randint(0, 9, (260,))
+    programs = watch_programs(monkeypatch)
+    got = insum.insum("y[a] = F[p,k] * G[a,k,e[p]]", F=F, G=G, e=e)
+    assert any("tile" in v for v in programs[-1].steps[0].planned.plan.roles.loops)
+    want = torch.einsum("pk,akp->a", F, G[:, :, e])
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
+
+
 def test_absent_entries_are_zero(seen: str) -> None:
     X, W, t, e = drawn(120, 4, 32, 48)
     e[::7] = -1

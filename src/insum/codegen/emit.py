@@ -127,9 +127,13 @@ class Emitter:
             self.leave_if(load(flags + call % FLAG_COUNT).equals(call))
 
     def leave_if_idle(self) -> None:
-        """A grid is as large as it may have to be: some programs find nothing to do."""
-        if self.plan.idle is not None:
-            tensor, (at, _) = self.plan.idle.tensor, self.plan.idle.indices
+        """A grid is as large as it may have to be: some programs find nothing to do. Where a
+        program walks what the grid has elsewhere, such steps are padding like any other.
+        """
+        if self.plan.idle is None:
+            return
+        tensor, (at, _) = self.plan.idle.tensor, self.plan.idle.indices
+        if at.var in self.plan.roles.grid:
             stride = self.reads.stride(tensor, 0, self.reads.units(tensor)[0])
             place = self.reads.index(at) * stride
             self.leave_if(load(self.frame.pointer(tensor) + place) < 0)
